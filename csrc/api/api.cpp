@@ -1,0 +1,145 @@
+// The C entry points: problem -> checks -> plan -> backend. Exceptions become a status and a message here; none leaves.
+#include <new>
+#include <string>
+
+#include "api/checks.hpp"
+#include "cpu/engine.hpp"
+#include "plan/plan.hpp"
+#if defined(CAKE_GDN_WITH_CUDA)
+#include "cuda/backend.hpp"
+#endif
+
+namespace cake_gdn::api {
+namespace {
+
+thread_local std::string last_error;
+
+template <class F>
+cake_gdn_status guarded(F &&f) noexcept {
+    try {
+        last_error.clear();
+        f();
+        return CAKE_GDN_OK;
+    } catch (const Failure &failure) {
+        last_error = failure.what();
+        return failure.status;
+    } catch (const std::bad_alloc &) {
+        last_error = "out of host memory";
+        return CAKE_GDN_OUT_OF_MEMORY;
+    } catch (const std::exception &error) {
+        last_error = error.what();
+        return CAKE_GDN_INTERNAL_ERROR;
+    } catch (...) {
+        last_error = "unknown exception";
+        return CAKE_GDN_INTERNAL_ERROR;
+    }
+}
+
+const cake_gdn_problem &checked(const cake_gdn_problem *problem, cake_gdn_direction direction) {
+    if (problem == nullptr) throw Failure(CAKE_GDN_INVALID_ARGUMENT, "problem is NULL");
+    if (problem->struct_size != sizeof(cake_gdn_problem)) {
+        throw Failure(CAKE_GDN_INVALID_ARGUMENT,
+                      "struct_size is " + std::to_string(problem->struct_size) + "; it must be sizeof(cake_gdn_problem), " +
+                          std::to_string(sizeof(cake_gdn_problem)) + " in this library (ABI version " +
+                          std::to_string(CAKE_GDN_ABI_VERSION) + ")");
+    }
+    check_problem(*problem, direction);
+#if !defined(CAKE_GDN_WITH_CUDA)
+    if (problem->backend == CAKE_GDN_CUDA) {
+        throw Failure(CAKE_GDN_UNSUPPORTED,
+                      "backend is CAKE_GDN_CUDA; this build of the library has no CUDA programs (it was built with "
+                      "CAKE_GDN_CUDA=OFF), so only CAKE_GDN_CPU is allowed");
+    }
+#endif
+    return *problem;
+}
+
+plan::Shape shape_of(const cake_gdn_problem &p, cake_gdn_direction direction) {
+    plan::Shape s{};
+    s.B = p.B, s.T = p.T, s.H = p.H, s.HV = p.HV, s.K = p.K, s.V = p.V, s.N = p.N;
+    s.packed = p.cu_seqlens.data != nullptr;
+    s.state_bytes = dtype_bytes(cake_gdn_state_dtype(p.backend, p.q.dtype));
+    s.backward = direction == CAKE_GDN_BACKWARD;
+    s.saved_states = p.h.data != nullptr;
+    s.gate_gradients = s.backward && (p.dA_log.data != nullptr || p.ddt_bias.data != nullptr);
+    return s;
+}
+
+plan::CpuPlan cpu_plan(const cake_gdn_problem &p, cake_gdn_direction direction) {
+    return plan::plan_cpu(shape_of(p, direction), plan::Traits{p.num_threads});
+}
+
+void check_workspace(const void *workspace, size_t given, size_t needed) {
+    if (given < needed) {
+        throw Failure(CAKE_GDN_WORKSPACE_TOO_SMALL, "workspace has " + std::to_string(given) + " bytes; " +
+                                                        std::to_string(needed) + " are needed");
+    }
+    if (workspace == nullptr && needed > 0) {
+        throw Failure(CAKE_GDN_INVALID_ARGUMENT, "workspace is NULL; it must have " + std::to_string(needed) + " bytes");
+    }
+}
+
+cake_gdn_status run(const cake_gdn_problem *problem, cake_gdn_direction direction, void *workspace, size_t bytes,
+                    void *stream) noexcept {
+    return guarded([&] {
+        const cake_gdn_problem &p = checked(problem, direction);
+#if defined(CAKE_GDN_WITH_CUDA)
+        if (p.backend == CAKE_GDN_CUDA) {
+            std::string message;
+            const cake_gdn_status status = cuda::run(p, direction, workspace, bytes, stream, message);
+            if (status != CAKE_GDN_OK) throw Failure(status, message);
+            return;
+        }
+#endif
+        (void)stream;
+        const plan::CpuPlan plan = cpu_plan(p, direction);
+        check_workspace(workspace, bytes, size_t(plan.bytes));
+        cpu::run(p, plan, direction, static_cast<char *>(workspace));
+    });
+}
+
+}  // namespace
+}  // namespace cake_gdn::api
+
+using namespace cake_gdn;
+
+extern "C" {
+
+int cake_gdn_abi_version(void) { return CAKE_GDN_ABI_VERSION; }
+
+const char *cake_gdn_last_error(void) { return api::last_error.c_str(); }
+
+int64_t cake_gdn_state_slots(int64_t B, int64_t T) { return plan::state_slots(B, T); }
+
+int cake_gdn_state_dtype(int backend, int dtype) {
+    (void)backend;
+    return dtype == CAKE_GDN_FP64 ? CAKE_GDN_FP64 : CAKE_GDN_FP32;
+}
+
+cake_gdn_status cake_gdn_workspace_size(const cake_gdn_problem *problem, cake_gdn_direction direction, size_t *bytes) {
+    return api::guarded([&] {
+        if (bytes == nullptr) throw api::Failure(CAKE_GDN_INVALID_ARGUMENT, "bytes is NULL");
+        const cake_gdn_problem &p = api::checked(problem, direction);
+#if defined(CAKE_GDN_WITH_CUDA)
+        if (p.backend == CAKE_GDN_CUDA) {
+            std::string message;
+            const cake_gdn_status status = cuda::workspace_size(p, direction, *bytes, message);
+            if (status != CAKE_GDN_OK) throw api::Failure(status, message);
+            return;
+        }
+#endif
+        *bytes = size_t(api::cpu_plan(p, direction).bytes);
+    });
+}
+
+cake_gdn_status cake_gdn_forward(const cake_gdn_problem *problem, void *workspace, size_t workspace_bytes,
+                                 void *stream) {
+    return api::run(problem, CAKE_GDN_FORWARD, workspace, workspace_bytes, stream);
+}
+
+cake_gdn_status cake_gdn_backward(const cake_gdn_problem *problem, void *workspace, size_t workspace_bytes,
+                                  void *stream) {
+    return api::run(problem, CAKE_GDN_BACKWARD, workspace, workspace_bytes, stream);
+}
+
+}  // extern "C"
