@@ -1,8 +1,9 @@
 // The C entry points: problem -> checks -> plan -> backend. Exceptions become a status and a message here; none leaves.
-#include <new>
+#include <cstdio>
 #include <string>
 
 #include "api/checks.hpp"
+#include "api/guard.hpp"
 #include "cpu/engine.hpp"
 #include "plan/plan.hpp"
 #if defined(CAKE_GDN_WITH_CUDA)
@@ -12,36 +13,21 @@
 namespace cake_gdn::api {
 namespace {
 
-thread_local std::string last_error;
+thread_local char last_error[1024] = "";
 
-template <class F>
-cake_gdn_status guarded(F &&f) noexcept {
-    try {
-        last_error.clear();
-        f();
-        return CAKE_GDN_OK;
-    } catch (const Failure &failure) {
-        last_error = failure.what();
-        return failure.status;
-    } catch (const std::bad_alloc &) {
-        last_error = "out of host memory";
-        return CAKE_GDN_OUT_OF_MEMORY;
-    } catch (const std::exception &error) {
-        last_error = error.what();
-        return CAKE_GDN_INTERNAL_ERROR;
-    } catch (...) {
-        last_error = "unknown exception";
-        return CAKE_GDN_INTERNAL_ERROR;
-    }
-}
+}  // namespace
+
+void set_last_error(const char *message) noexcept { std::snprintf(last_error, sizeof last_error, "%s", message); }
+
+namespace {
 
 const cake_gdn_problem &checked(const cake_gdn_problem *problem, cake_gdn_direction direction) {
     if (problem == nullptr) throw Failure(CAKE_GDN_INVALID_ARGUMENT, "problem is NULL");
     if (problem->struct_size != sizeof(cake_gdn_problem)) {
         throw Failure(CAKE_GDN_INVALID_ARGUMENT,
-                      "struct_size is " + std::to_string(problem->struct_size) + "; it must be sizeof(cake_gdn_problem), " +
-                          std::to_string(sizeof(cake_gdn_problem)) + " in this library (ABI version " +
-                          std::to_string(CAKE_GDN_ABI_VERSION) + ")");
+                      "struct_size is " + std::to_string(problem->struct_size) +
+                          "; it must be sizeof(cake_gdn_problem), " + std::to_string(sizeof(cake_gdn_problem)) +
+                          " in this library (ABI version " + std::to_string(CAKE_GDN_ABI_VERSION) + ")");
     }
     check_problem(*problem, direction);
 #if !defined(CAKE_GDN_WITH_CUDA)
@@ -71,11 +57,12 @@ plan::CpuPlan cpu_plan(const cake_gdn_problem &p, cake_gdn_direction direction) 
 
 void check_workspace(const void *workspace, size_t given, size_t needed) {
     if (given < needed) {
-        throw Failure(CAKE_GDN_WORKSPACE_TOO_SMALL, "workspace has " + std::to_string(given) + " bytes; " +
-                                                        std::to_string(needed) + " are needed");
+        throw Failure(CAKE_GDN_WORKSPACE_TOO_SMALL,
+                      "workspace has " + std::to_string(given) + " bytes; " + std::to_string(needed) + " are needed");
     }
     if (workspace == nullptr && needed > 0) {
-        throw Failure(CAKE_GDN_INVALID_ARGUMENT, "workspace is NULL; it must have " + std::to_string(needed) + " bytes");
+        throw Failure(CAKE_GDN_INVALID_ARGUMENT,
+                      "workspace is NULL; it must have " + std::to_string(needed) + " bytes");
     }
 }
 
@@ -107,7 +94,7 @@ extern "C" {
 
 int cake_gdn_abi_version(void) { return CAKE_GDN_ABI_VERSION; }
 
-const char *cake_gdn_last_error(void) { return api::last_error.c_str(); }
+const char *cake_gdn_last_error(void) { return api::last_error; }
 
 int64_t cake_gdn_state_slots(int64_t B, int64_t T) { return plan::state_slots(B, T); }
 

@@ -40,8 +40,8 @@ std::string architectures() {
     std::string out;
     const auto add = [&](const char *name, int capability, const char *cuda) {
         if (!contains(CAKE_GDN_ARCHS, name)) return;
-        out += (out.empty() ? "" : ", ") + std::string("{\"name\": ") + quoted(name) + ", \"capability\": " +
-               std::to_string(capability) + ", \"min_cuda\": " + quoted(cuda) + "}";
+        out += (out.empty() ? "" : ", ") + std::string("{\"name\": ") + quoted(name) +
+               ", \"capability\": " + std::to_string(capability) + ", \"min_cuda\": " + quoted(cuda) + "}";
     };
 #define ARCH(name, capability, cuda) add(#name, capability, #cuda);
 #include "programs.def"
@@ -54,8 +54,8 @@ std::string programs() {
 #if defined(CAKE_GDN_WITH_CUDA)
     const auto built = [](const std::string &arch) { return contains(CAKE_GDN_ARCHS, arch); };
     const auto add = [&](const char *name, const char *arches) {
-        out += (out.empty() ? "" : ", ") + std::string("{\"name\": ") + quoted(name) + ", \"archs\": " +
-               list(arches, built) + "}";
+        out += (out.empty() ? "" : ", ") + std::string("{\"name\": ") + quoted(name) +
+               ", \"archs\": " + list(arches, built) + "}";
     };
 #define PROGRAM(name, arches) add(#name, arches);
 #include "programs.def"

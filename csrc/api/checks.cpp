@@ -1,5 +1,6 @@
 #include "api/checks.hpp"
 
+#include <cfloat>
 #include <cmath>
 #include <cstddef>
 
@@ -7,7 +8,8 @@ namespace cake_gdn::api {
 namespace {
 
 constexpr int64_t kLargestHead = 512;
-constexpr double kLargestTensor = 4.0e18;  // elements; keeps every 64-bit offset from overflowing
+constexpr double kFarthestElement = 1.0e18;  // elements from the first; 8 bytes each fit in 63 bits
+constexpr double kLargestTensor = 4.0e18;    // elements; keeps every 64-bit offset from overflowing
 
 std::string text(int64_t value) { return std::to_string(value); }
 
@@ -54,9 +56,10 @@ public:
         if (present() && !condition) invalid(std::string(name_) + " is given; it is allowed only with " + what);
         return *this;
     }
-    // Outputs: a zero stride would make two results share an element.
+    // An output: a zero stride would make two results share an element.
     const Field &distinct(std::initializer_list<int64_t> sizes) const {
-        if (!present()) return *this;
+        if (!present() || elements_ == 0) return *this;
+        addressable(sizes);
         int dimension = 0;
         for (int64_t size : sizes) {
             if (size > 1 && tensor_.stride[dimension] == 0) {
@@ -65,6 +68,16 @@ public:
             }
             ++dimension;
         }
+        return *this;
+    }
+
+    // Every element's offset must fit in 64 bits.
+    const Field &addressable(std::initializer_list<int64_t> sizes) const {
+        if (!present() || elements_ == 0) return *this;
+        double reach = 0;
+        int dimension = 0;
+        for (int64_t size : sizes) reach += std::fabs(double(tensor_.stride[dimension++])) * double(size - 1);
+        if (reach > kFarthestElement) invalid(std::string(name_) + " has strides that reach beyond 64-bit offsets");
         return *this;
     }
 
@@ -111,8 +124,8 @@ void check_offsets(const char *name, const I *offsets, int64_t N, int64_t T) {
         }
     }
     if (offsets[N] != T) {
-        invalid(std::string(name) + "[" + text(N) + "] is " + text(offsets[N]) + "; the last offset must be T = " +
-                text(T));
+        invalid(std::string(name) + "[" + text(N) + "] is " + text(offsets[N]) +
+                "; the last offset must be T = " + text(T));
     }
 }
 
@@ -149,7 +162,7 @@ void check_sequences(const cake_gdn_problem &p) {
 }  // namespace
 
 int64_t dtype_bytes(int dtype) {
-    return dtype == CAKE_GDN_FP64 || dtype == CAKE_GDN_INT64 ? 8
+    return dtype == CAKE_GDN_FP64 || dtype == CAKE_GDN_INT64   ? 8
            : dtype == CAKE_GDN_FP32 || dtype == CAKE_GDN_INT32 ? 4
                                                                : 2;
 }
@@ -168,22 +181,27 @@ void check_problem(const cake_gdn_problem &p, cake_gdn_direction direction) {
     if ((p.flags & CAKE_GDN_NEG_EIGVAL) && !(p.flags & CAKE_GDN_BETA_SIGMOID)) {
         invalid("flags has CAKE_GDN_NEG_EIGVAL; it is allowed only with CAKE_GDN_BETA_SIGMOID");
     }
-    if (!std::isfinite(p.scale)) invalid("scale is " + std::to_string(p.scale) + "; it must be finite");
+    const double largest = p.q.dtype == CAKE_GDN_FP64 ? DBL_MAX : double(FLT_MAX);
+    if (!(std::fabs(p.scale) <= largest)) {
+        invalid("scale is " + std::to_string(p.scale) + "; it must be finite, in fp32 unless the inputs are fp64");
+    }
     check_sizes(p);
     check_sequences(p);
 
     const bool gate = p.flags & CAKE_GDN_GATE;
     const int64_t tokens = p.B * p.T, keys = tokens * p.H * p.K, values = tokens * p.HV * p.V, gates = tokens * p.HV;
     const int64_t states = p.N * p.HV * p.K * p.V;
-    Field("q", p.q, keys).required().floating();
-    Field("k", p.k, keys).required().dtype(p.q.dtype, "like q");
-    Field("v", p.v, values).required().dtype(p.q.dtype, "like q");
-    Field("g", p.g, gates).required().floating();
-    Field("beta", p.beta, gates).required().floating();
+    const bool v_first = p.flags & CAKE_GDN_STATE_V_FIRST;
+    const int64_t state_rows = v_first ? p.V : p.K, state_columns = v_first ? p.K : p.V;
+    Field("q", p.q, keys).required().floating().addressable({p.B, p.T, p.H, p.K});
+    Field("k", p.k, keys).required().dtype(p.q.dtype, "like q").addressable({p.B, p.T, p.H, p.K});
+    Field("v", p.v, values).required().dtype(p.q.dtype, "like q").addressable({p.B, p.T, p.HV, p.V});
+    Field("g", p.g, gates).required().floating().addressable({p.B, p.T, p.HV});
+    Field("beta", p.beta, gates).required().floating().addressable({p.B, p.T, p.HV});
     if (gate) Field("A_log", p.A_log, p.HV).required();
-    Field("A_log", p.A_log, p.HV).floating().only_with(gate, "CAKE_GDN_GATE");
-    Field("dt_bias", p.dt_bias, p.HV).floating().only_with(gate, "CAKE_GDN_GATE");
-    Field("initial_state", p.initial_state, states).floating();
+    Field("A_log", p.A_log, p.HV).floating().only_with(gate, "CAKE_GDN_GATE").addressable({p.HV});
+    Field("dt_bias", p.dt_bias, p.HV).floating().only_with(gate, "CAKE_GDN_GATE").addressable({p.HV});
+    Field("initial_state", p.initial_state, states).floating().addressable({p.N, p.HV, state_rows, state_columns});
 
     const int state_dtype = cake_gdn_state_dtype(p.backend, p.q.dtype);
     const int result_dtype = p.q.dtype == CAKE_GDN_FP64 ? CAKE_GDN_FP64 : CAKE_GDN_FP32;
@@ -194,16 +212,19 @@ void check_problem(const cake_gdn_problem &p, cake_gdn_direction direction) {
         invalid("slots is " + text(p.slots) + "; with h " + (p.h.data ? "given" : "absent") + " it must be " +
                 text(slots));
     }
-    const int64_t v_first = p.flags & CAKE_GDN_STATE_V_FIRST;
-    const auto state_sizes = v_first ? std::initializer_list<int64_t>{p.N, p.HV, p.V, p.K}
-                                     : std::initializer_list<int64_t>{p.N, p.HV, p.K, p.V};
+    if (p.h.data != nullptr && (p.h.stride[3] != 1 || p.h.stride[2] != p.V || p.h.stride[1] != p.K * p.V ||
+                                p.h.stride[0] != p.HV * p.K * p.V)) {
+        invalid("h is not contiguous; it must be [slots, HV, K, V] without gaps");
+    }
     if (direction == CAKE_GDN_FORWARD) {
         Field("o", p.o, values).required().dtype(p.q.dtype, "like q").distinct({p.B, p.T, p.HV, p.V});
-        Field("final_state", p.final_state, states).dtype(result_dtype, result_why).distinct(state_sizes);
+        Field("final_state", p.final_state, states)
+            .dtype(result_dtype, result_why)
+            .distinct({p.N, p.HV, state_rows, state_columns});
         return;
     }
-    Field("d_o", p.d_o, values).floating();
-    Field("dht", p.dht, states).floating();
+    Field("d_o", p.d_o, values).floating().addressable({p.B, p.T, p.HV, p.V});
+    Field("dht", p.dht, states).floating().addressable({p.N, p.HV, state_rows, state_columns});
     Field("dq", p.dq, keys).dtype(p.q.dtype, "like q").distinct({p.B, p.T, p.H, p.K});
     Field("dk", p.dk, keys).dtype(p.q.dtype, "like q").distinct({p.B, p.T, p.H, p.K});
     Field("dv", p.dv, values).dtype(p.q.dtype, "like q").distinct({p.B, p.T, p.HV, p.V});
@@ -211,7 +232,7 @@ void check_problem(const cake_gdn_problem &p, cake_gdn_direction direction) {
     Field("dbeta", p.dbeta, gates).floating().distinct({p.B, p.T, p.HV});
     Field("dA_log", p.dA_log, p.HV).floating().only_with(gate, "CAKE_GDN_GATE").distinct({p.HV});
     Field("ddt_bias", p.ddt_bias, p.HV).floating().only_with(gate, "CAKE_GDN_GATE").distinct({p.HV});
-    Field("dh0", p.dh0, states).dtype(result_dtype, result_why).distinct(state_sizes);
+    Field("dh0", p.dh0, states).dtype(result_dtype, result_why).distinct({p.N, p.HV, state_rows, state_columns});
 }
 
 }  // namespace cake_gdn::api

@@ -3,32 +3,35 @@
 
 #include <exception>
 #include <new>
-#include <string>
 
 #include "api/checks.hpp"
 
 namespace cake_gdn::api {
 
-// The calling thread's message, as cake_gdn_last_error() returns it.
-std::string &last_error();
+// Sets the calling thread's message, as cake_gdn_last_error() returns it. Cut to a fixed size, so that it allocates
+// nothing: it runs where memory may be out and no exception can leave.
+void set_last_error(const char *message) noexcept;
 
 template <class F>
 cake_gdn_status guarded(F &&f) noexcept {
     try {
-        last_error().clear();
+        set_last_error("");
         f();
         return CAKE_GDN_OK;
     } catch (const Failure &failure) {
-        last_error() = failure.what();
+        set_last_error(failure.what());
         return failure.status;
+    } catch (const plan::TooLarge &failure) {
+        set_last_error(failure.what());
+        return CAKE_GDN_INVALID_ARGUMENT;
     } catch (const std::bad_alloc &) {
-        last_error() = "out of host memory";
+        set_last_error("out of host memory");
         return CAKE_GDN_OUT_OF_MEMORY;
     } catch (const std::exception &error) {
-        last_error() = error.what();
+        set_last_error(error.what());
         return CAKE_GDN_INTERNAL_ERROR;
     } catch (...) {
-        last_error() = "unknown exception";
+        set_last_error("unknown exception");
         return CAKE_GDN_INTERNAL_ERROR;
     }
 }

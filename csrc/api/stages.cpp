@@ -25,9 +25,9 @@ cake_gdn_status run_stage(const char *name, void (*run)(const Params &, void *),
 
 extern "C" {
 
-#define PROGRAM(name, arches)                                                                       \
-    cake_gdn_status cake_gdn_run_##name(const cake_gdn_##name##_params *params, void *stream) {     \
-        return cake_gdn::api::run_stage(#name, cake_gdn::cuda::run_##name, params, stream);         \
+#define PROGRAM(name, arches)                                                                   \
+    cake_gdn_status cake_gdn_run_##name(const cake_gdn_##name##_params *params, void *stream) { \
+        return cake_gdn::api::run_stage(#name, cake_gdn::cuda::run_##name, params, stream);     \
     }
 #include "programs.def"
 

@@ -1,7 +1,8 @@
 #include "cpu/engine.hpp"
 
 #include <atomic>
-#include <system_error>
+#include <cfenv>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -62,15 +63,32 @@ void store_gate_gradients(const cake_gdn_problem &p, const double *partials) {
     }
 }
 
-// Runs `work(thread)` on `threads` threads, the caller's among them. When the system has no thread left to give, the
-// others do its share.
+// The caller's rounding mode and flushing of denormals (both are the thread's, and new threads inherit them) would
+// decide bits; a trap it has enabled would end the process. Put back at the end, with its exception flags.
+class DefaultFloatingPoint {
+public:
+    DefaultFloatingPoint() {
+        std::fegetenv(&before_);
+        std::fesetenv(FE_DFL_ENV);
+    }
+    ~DefaultFloatingPoint() { std::fesetenv(&before_); }
+    DefaultFloatingPoint(const DefaultFloatingPoint &) = delete;
+    DefaultFloatingPoint &operator=(const DefaultFloatingPoint &) = delete;
+
+private:
+    std::fenv_t before_;
+};
+
+// Runs `work(thread)` on `threads` threads, the caller's among them. When the system has no thread left to give, or no
+// memory for one, the others do its share.
 template <class F>
 void on_threads(int threads, const F &work) {
     std::vector<std::thread> helpers;
     helpers.reserve(size_t(threads));
     try {
         for (int i = 1; i < threads; ++i) helpers.emplace_back(work, i);
-    } catch (const std::system_error &) {
+    } catch (const std::exception &) {
+        // Those that run hold references to this frame: it must not be left before they are joined.
     }
     work(0);
     for (std::thread &helper : helpers) helper.join();
@@ -80,20 +98,22 @@ void on_threads(int threads, const F &work) {
 
 void run(const cake_gdn_problem &p, const plan::CpuPlan &plan, cake_gdn_direction direction, char *workspace) {
     workspace += -reinterpret_cast<uintptr_t>(workspace) % plan::kAlignment;
-    double *partials = plan.gate_partials.bytes > 0
-                           ? reinterpret_cast<double *>(workspace + plan.gate_partials.offset)
-                           : nullptr;
+    double *partials =
+        plan.gate_partials.bytes > 0 ? reinterpret_cast<double *>(workspace + plan.gate_partials.offset) : nullptr;
     const Call call{&p, &plan, direction, partials};
     const Unit &unit = selected_unit();
     if (direction == CAKE_GDN_FORWARD && p.h.data) {
         clear_unused_slots(p, p.h.dtype == CAKE_GDN_FP64 ? 8 : 4);
     }
+    const DefaultFloatingPoint floating_point;
     std::atomic<int64_t> next{0};  // orders the work, decides no value
     on_threads(plan.threads, [&](int thread) {
+        const DefaultFloatingPoint of_thread;
         char *scratch = workspace + plan.thread_offset + thread * plan.scratch.bytes;
         for (int64_t i; (i = next.fetch_add(1)) < plan.units;) unit.run(call, i, scratch);
     });
-    if (partials) store_gate_gradients(p, partials);
+    // Also without sequences: the sums are zeros then.
+    if (direction == CAKE_GDN_BACKWARD && (p.dA_log.data || p.ddt_bias.data)) store_gate_gradients(p, partials);
 }
 
 }  // namespace cake_gdn::cpu

@@ -26,13 +26,13 @@ struct alignas(64) Gates {
     T from_start[C];  // exp(cum_i): what token i keeps of the chunk's starting state
     T to_end[C];      // G_(L-1)i: what the chunk's final state keeps of token i
     T beta[C];
-    T row[C];         // one row of differences
+    T row[C];  // one row of differences
     double cum[C];
     double raw[C];
-    double draw_dg[C];      // of the in-kernel gate, else 1; 0 at a reset
-    double dbeta_dinput[C]; // of the in-kernel sigmoid, else 1
-    int32_t reset[C];       // last reset at or before the token, or -1
-    T whole;                // exp(cum_(L-1)) or 0: what the final state keeps of the starting state
+    double draw_dg[C];       // of the in-kernel gate, else 1; 0 at a reset
+    double dbeta_dinput[C];  // of the in-kernel sigmoid, else 1
+    int32_t reset[C];        // last reset at or before the token, or -1
+    T whole;                 // exp(cum_(L-1)) or 0: what the final state keeps of the starting state
 };
 
 inline double scalar_at(const cake_gdn_tensor &t, int64_t offset) {
@@ -44,7 +44,9 @@ inline double scalar_at(const cake_gdn_tensor &t, int64_t offset) {
     return value;
 }
 
-inline double softplus(double x) { return x > 0 ? x + __builtin_log1p(__builtin_exp(-x)) : __builtin_log1p(__builtin_exp(x)); }
+inline double softplus(double x) {
+    return x > 0 ? x + __builtin_log1p(__builtin_exp(-x)) : __builtin_log1p(__builtin_exp(x));
+}
 inline double sigmoid(double x) {
     const double e = __builtin_exp(x > 0 ? -x : x);
     return (x > 0 ? 1.0 : e) / (1.0 + e);

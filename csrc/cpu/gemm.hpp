@@ -26,8 +26,8 @@ inline Operand<T> columns_of(const T *data, int64_t pitch) {
 // Where the left operand is known to be zero (beyond the diagonal's tile), or which results are wanted.
 enum class Part {
     whole,
-    lower_left,   // left(m, c) = 0 for c > m
-    upper_left,   // left(m, c) = 0 for c < m
+    lower_left,  // left(m, c) = 0 for c > m
+    upper_left,  // left(m, c) = 0 for c < m
     lower_result  // only result(m, n) with n <= m is needed: what lies beyond is left as it was, or written, tile by tile
 };
 
@@ -42,7 +42,7 @@ inline void gemm_tile(T *y, int64_t y_pitch, Operand<T> x, const T *w, int64_t w
         for (int v = 0; v < NV; ++v) right[v] = load(w + c * w_pitch + v * L);
 #pragma GCC unroll 8
         for (int m = 0; m < kTileRows; ++m) {
-            const Vec<T> left = Vec<T>{} + x.data[m * x.row + c * x.column];
+            const Vec<T> left = splat(x.data[m * x.row + c * x.column]);
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) sum[m][v] += left * right[v];
         }
@@ -85,9 +85,7 @@ inline void gemm(T *y, int64_t y_pitch, Operand<T> x, const T *w, int64_t w_pitc
 template <bool transposed, class T, int NV>
 inline void solve_tile(T *u, int64_t pitch, const T *n, int64_t n_pitch, int64_t m0, int64_t rows) {
     constexpr int L = kLanes<T>;
-    const auto coefficient = [&](int64_t m, int64_t c) {
-        return transposed ? n[c * n_pitch + m] : n[m * n_pitch + c];
-    };
+    const auto coefficient = [&](int64_t m, int64_t c) { return transposed ? n[c * n_pitch + m] : n[m * n_pitch + c]; };
     Vec<T> sum[kTileRows][NV];
 #pragma GCC unroll 8
     for (int m = 0; m < kTileRows; ++m) {
@@ -101,7 +99,7 @@ inline void solve_tile(T *u, int64_t pitch, const T *n, int64_t n_pitch, int64_t
         for (int v = 0; v < NV; ++v) right[v] = load(u + c * pitch + v * L);
 #pragma GCC unroll 8
         for (int m = 0; m < kTileRows; ++m) {
-            const Vec<T> left = Vec<T>{} + coefficient(m0 + m, c);
+            const Vec<T> left = splat(coefficient(m0 + m, c));
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) sum[m][v] += left * right[v];
         }
@@ -112,7 +110,7 @@ inline void solve_tile(T *u, int64_t pitch, const T *n, int64_t n_pitch, int64_t
 #pragma GCC unroll 8
         for (int j = 0; j < i; ++j) {
             const int c = transposed ? kTileRows - 1 - j : j;
-            const Vec<T> left = Vec<T>{} + coefficient(m0 + m, m0 + c);
+            const Vec<T> left = splat(coefficient(m0 + m, m0 + c));
 #pragma GCC unroll 4
             for (int v = 0; v < NV; ++v) sum[m][v] += left * sum[c][v];
         }

@@ -2,7 +2,9 @@
 // touched; padding is written as zero.
 #pragma once
 
+#include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "cake_gdn_det/cake_gdn_det.h"
 
@@ -62,10 +64,21 @@ inline T convert_in(S value) {
         return T(value);
     }
 }
+// Nearest float, but with the last bit set when inexact (round to odd): what is then rounded to 16 bits is rounded as
+// the double itself would be, not twice.
+inline float narrow(double value) {
+    const float nearest = float(value);
+    if (double(nearest) == value || value != value) return nearest;
+    const uint32_t bits = float_to_bits(nearest);
+    const bool away = __builtin_fabs(double(nearest)) > __builtin_fabs(value);
+    return bits_to_float((away ? bits - 1 : bits) | 1);
+}
+inline float narrow(float value) { return value; }
+
 template <class D, class T>
 inline D convert_out(T value) {
     if constexpr (sizeof(D) == 2) {
-        return D(float(value));
+        return D(narrow(value));
     } else {
         return D(value);
     }

@@ -3,7 +3,6 @@
 // another's at link time.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 #include <utility>
 
@@ -38,6 +37,9 @@ using IndexVec = typename VectorOf<T>::index;
 template <class T>
 constexpr int kLanes = kVectorBytes / int(sizeof(T));
 
+inline float square_root(float x) { return __builtin_sqrtf(x); }
+inline double square_root(double x) { return __builtin_sqrt(x); }
+
 inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Rows are padded and aligned to 64 bytes, so every access is whole and aligned.
@@ -48,6 +50,12 @@ inline Vec<T> load(const T *p) {
 template <class T>
 inline void store(T *p, Vec<T> v) {
     *reinterpret_cast<Vec<T> *>(p) = v;
+}
+
+// x in every lane. x - 0 is x for every x, so only the broadcast is left (0 + x would not be: -0).
+template <class T>
+inline Vec<T> splat(T x) {
+    return x - Vec<T>{};
 }
 
 template <class T>
@@ -87,14 +95,14 @@ inline void scale_row(T *x, T factor, int64_t n) {
 
 // e^x. Below the smallest normal number the result is 0, above the largest it is infinity.
 inline Vec<float> exponential(Vec<float> x) {
-    const Vec<float> magic = Vec<float>{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    Vec<float> clamped = x < -88.0f ? Vec<float>{} - 88.0f : x;
-    clamped = clamped > 89.0f ? Vec<float>{} + 89.0f : clamped;
+    const Vec<float> magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    Vec<float> clamped = x < -88.0f ? splat(-88.0f) : x;
+    clamped = clamped > 89.0f ? splat(89.0f) : clamped;
     const Vec<float> n = clamped * 1.44269504088896341f + magic - magic;
     // x - n ln 2 in two parts: the first has few bits, so that its product with n is exact.
     const Vec<float> r = (clamped - n * 0.693359375f) - n * -2.12194440e-4f;
     // Taylor's series to degree 7: on |r| <= 0.35 its truncation is below 6e-9.
-    Vec<float> p = Vec<float>{} + 1.0f / 5040;
+    Vec<float> p = splat(1.0f / 5040);
     p = p * r + 1.0f / 720;
     p = p * r + 1.0f / 120;
     p = p * r + 1.0f / 24;

@@ -23,8 +23,6 @@
 // cancel in the textbook form, never enter.
 //
 // Sums over tokens and columns ascend (gemm.hpp); value heads of a group add into dq and dk in head order.
-#include <type_traits>
-
 #include "cpu/engine.hpp"
 #include "cpu/gates.hpp"
 #include "cpu/gemm.hpp"
@@ -224,7 +222,7 @@ private:
     void normalise_rows(T *matrix, T *rstd) {
         for (int i = 0; i < L_; ++i) {
             T *row = matrix + i * Kp_;
-            rstd[i] = T(1) / std::sqrt(dot(row, row, Kp_) + T(1e-6));
+            rstd[i] = T(1) / square_root(dot(row, row, Kp_) + T(1e-6));
             scale_row(row, rstd[i], Kp_);
         }
     }

@@ -3,6 +3,24 @@
 #include <cmath>
 
 namespace cake_gdn::plan {
+namespace {
+
+// Far below 2^63, so that sums of a few products do not overflow either.
+constexpr int64_t kLargest = int64_t(1) << 58;
+
+template <class... Factors>
+int64_t product(int64_t first, Factors... factors) {
+    int64_t result = first;
+    const auto multiply = [&](int64_t factor) {
+        if (__builtin_mul_overflow(result, factor, &result) || result > kLargest) {
+            throw TooLarge("N, H, HV, K, V, T and num_threads need more scratch than 64-bit sizes can say");
+        }
+    };
+    (multiply(factors), ...);
+    return result;
+}
+
+}  // namespace
 
 Buffer Arena::place(int64_t bytes, int first, int last) {
     Buffer buffer{0, round_up(bytes, kAlignment)};
@@ -32,9 +50,9 @@ CpuScratch cpu_scratch(const Shape &shape, int64_t segment) {
     s.Vp = round_up(shape.V, lanes);
     Arena arena;
     const auto matrix = [&](int64_t rows, int64_t columns, int first, int last) {
-        return arena.place(rows * columns * shape.state_bytes, first, last);
+        return arena.place(product(rows, columns, shape.state_bytes), first, last);
     };
-    const int64_t C = kChunk, Kp = s.Kp, Vp = s.Vp, states = shape.group() * Kp;
+    const int64_t C = kChunk, Kp = s.Kp, Vp = s.Vp, states = product(shape.group(), Kp);
     // Shared by the value heads of a group, or carried from chunk to chunk: alive throughout.
     s.q = matrix(C, Kp, kScan, kEnd);
     s.k = matrix(C, Kp, kScan, kEnd);
@@ -55,8 +73,8 @@ CpuScratch cpu_scratch(const Shape &shape, int64_t segment) {
     s.dq = matrix(C, Kp, kScan, kEnd);
     s.dk = matrix(C, Kp, kScan, kEnd);
     if (!shape.saved_states) {
-        s.checkpoints = matrix(ceil_div(shape.sequence_chunks(), segment) * states, Vp, kScan, kEnd);
-        s.states = matrix(segment * states, Vp, kScan, kEnd);
+        s.checkpoints = matrix(product(ceil_div(shape.sequence_chunks(), segment), states), Vp, kScan, kEnd);
+        s.states = matrix(product(segment, states), Vp, kScan, kEnd);
     }
     s.y = matrix(C, Vp, kScan, kScores);
     s.d_o = matrix(C, Vp, kAdjoint, kKey);
@@ -85,9 +103,9 @@ CpuPlan plan_cpu(const Shape &shape, const Traits &traits) {
     plan.scratch = cpu_scratch(shape, plan.segment);
 
     Arena arena;
-    const int64_t partials = shape.gate_gradients ? shape.N * shape.HV * 2 * int64_t(sizeof(double)) : 0;
+    const int64_t partials = shape.gate_gradients ? product(shape.N, shape.HV, 2, int64_t(sizeof(double))) : 0;
     plan.gate_partials = arena.place(partials, 0, 0);
-    plan.thread_offset = arena.place(plan.threads * plan.scratch.bytes, 0, 0).offset;
+    plan.thread_offset = arena.place(product(plan.threads, plan.scratch.bytes), 0, 0).offset;
     plan.bytes = arena.size() + kAlignment;  // the caller's memory may start anywhere
     return plan;
 }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 namespace cake_gdn::plan {
@@ -14,6 +15,11 @@ inline constexpr int64_t kAlignment = 64;  // bytes, of every buffer on the host
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+// The problem's scratch has more bytes than 64 bits count.
+struct TooLarge : std::length_error {
+    using std::length_error::length_error;
+};
 
 // What a plan may know about a problem.
 struct Shape {
@@ -38,7 +44,9 @@ struct Traits {
 // its batch row owns row t / kChunk - 1: two such chunks start at least kChunk tokens apart, so rows never collide,
 // whatever the packing, and neither the count nor the row needs the offsets.
 static inline int64_t state_slots(int64_t B, int64_t T) { return B * (std::max<int64_t>(T - 1, 0) / kChunk); }
-static inline int64_t state_slot(int64_t b, int64_t T, int64_t token) { return b * ((T - 1) / kChunk) + token / kChunk - 1; }
+static inline int64_t state_slot(int64_t b, int64_t T, int64_t token) {
+    return b * ((T - 1) / kChunk) + token / kChunk - 1;
+}
 
 // A byte range of a workspace.
 struct Buffer {
@@ -74,29 +82,30 @@ enum CpuStage : int {
 
 // Scratch of one host thread: row-major matrices of the state's type, rows padded to kAlignment bytes.
 struct CpuScratch {
-    int64_t Kp, Vp;                     // elements of a padded row
-    Buffer q, k, kt;                    // [C, Kp], [C, Kp], [Kp, C]
-    Buffer kk, qk, decay, lower, pairs; // [C, C]
-    Buffer x, u, y, d_o, du;            // [C, Kp or Vp], [C, Vp], ...
-    Buffer ut;                          // [Vp, C]
-    Buffer zq, wk;                      // [C, C] gradients of the score products
-    Buffer dq, dk;                      // [C, Kp]
-    Buffer st, dst;                     // [Vp, Kp]: transposed state, transposed state gradient
-    Buffer state, dstate;               // [HV / H, Kp, Vp]
-    Buffer checkpoints, states;         // [segments, HV / H, Kp, Vp], [segment, HV / H, Kp, Vp]: recomputed states
+    int64_t Kp, Vp;                      // elements of a padded row
+    Buffer q, k, kt;                     // [C, Kp], [C, Kp], [Kp, C]
+    Buffer kk, qk, decay, lower, pairs;  // [C, C]
+    Buffer x, u, y, d_o, du;             // [C, Kp or Vp], [C, Vp], ...
+    Buffer ut;                           // [Vp, C]
+    Buffer zq, wk;                       // [C, C] gradients of the score products
+    Buffer dq, dk;                       // [C, Kp]
+    Buffer st, dst;                      // [Vp, Kp]: transposed state, transposed state gradient
+    Buffer state, dstate;                // [HV / H, Kp, Vp]
+    Buffer checkpoints, states;          // [segments, HV / H, Kp, Vp], [segment, HV / H, Kp, Vp]: recomputed states
     int64_t bytes;
 };
 
 struct CpuPlan {
-    int64_t units;         // (sequence, key head) pairs: the fixed partition of the work
-    int threads;           // host threads that share the units
-    int64_t segment;       // chunks between two checkpoints when the backward recomputes states
-    CpuScratch scratch;    // relative to a thread's part of the workspace
-    Buffer gate_partials;  // [N, HV, 2] doubles: each sequence's share of dA_log and ddt_bias
-    int64_t thread_offset; // first thread's scratch
-    int64_t bytes;         // the whole workspace, with room to align its start
+    int64_t units;          // (sequence, key head) pairs: the fixed partition of the work
+    int threads;            // host threads that share the units
+    int64_t segment;        // chunks between two checkpoints when the backward recomputes states
+    CpuScratch scratch;     // relative to a thread's part of the workspace
+    Buffer gate_partials;   // [N, HV, 2] doubles: each sequence's share of dA_log and ddt_bias
+    int64_t thread_offset;  // first thread's scratch
+    int64_t bytes;          // the whole workspace, with room to align its start
 };
 
+// Throws TooLarge.
 CpuPlan plan_cpu(const Shape &shape, const Traits &traits);
 
 }  // namespace cake_gdn::plan

@@ -88,11 +88,11 @@ typedef struct cake_gdn_problem {
     uint32_t flags;      /* CAKE_GDN_QK_L2NORM | ... */
     double scale;        /* of the output; K^-0.5 is usual */
 
-    int64_t B, T;   /* batch and tokens; B = 1 when packed; T may be 0 */
-    int64_t H, HV;  /* key heads, value heads; HV a positive multiple of H */
-    int64_t K, V;   /* head sizes */
-    int64_t N;      /* sequences: B, or the number of packed ones */
-    int64_t slots;  /* rows of `h`: cake_gdn_state_slots(B, T); 0 without h */
+    int64_t B, T;  /* batch and tokens; B = 1 when packed; T may be 0 */
+    int64_t H, HV; /* key heads, value heads; HV a positive multiple of H */
+    int64_t K, V;  /* head sizes */
+    int64_t N;     /* sequences: B, or the number of packed ones */
+    int64_t slots; /* rows of `h`: cake_gdn_state_slots(B, T); 0 without h */
 
     /* Inputs of both directions. q, k, v share one floating dtype; g, beta and the others have any floating dtype. */
     cake_gdn_tensor q, k;          /* [B, T, H, K] */
@@ -119,11 +119,11 @@ typedef struct cake_gdn_problem {
     cake_gdn_tensor dht; /* like final_state */
 
     /* Outputs of the backward, each optional: what is absent is not written. */
-    cake_gdn_tensor dq, dk;         /* like q, k; dtype of q */
-    cake_gdn_tensor dv;             /* like v; dtype of q */
-    cake_gdn_tensor dg, dbeta;      /* [B, T, HV], any floating dtype */
+    cake_gdn_tensor dq, dk;           /* like q, k; dtype of q */
+    cake_gdn_tensor dv;               /* like v; dtype of q */
+    cake_gdn_tensor dg, dbeta;        /* [B, T, HV], any floating dtype */
     cake_gdn_tensor dA_log, ddt_bias; /* [HV], any floating dtype, with CAKE_GDN_GATE */
-    cake_gdn_tensor dh0;            /* like final_state */
+    cake_gdn_tensor dh0;              /* like final_state */
 } cake_gdn_problem;
 
 /* CAKE_GDN_ABI_VERSION of the library, to be compared with the header's. */
@@ -150,8 +150,8 @@ CAKE_GDN_API cake_gdn_status cake_gdn_workspace_size(const cake_gdn_problem *pro
  * live; `stream` is a cudaStream_t, ignored by the CPU engine, which returns when the outputs are written. */
 CAKE_GDN_API cake_gdn_status cake_gdn_forward(const cake_gdn_problem *problem, void *workspace, size_t workspace_bytes,
                                               void *stream);
-CAKE_GDN_API cake_gdn_status cake_gdn_backward(const cake_gdn_problem *problem, void *workspace,
-                                               size_t workspace_bytes, void *stream);
+CAKE_GDN_API cake_gdn_status cake_gdn_backward(const cake_gdn_problem *problem, void *workspace, size_t workspace_bytes,
+                                               void *stream);
 
 #ifdef __cplusplus
 }
