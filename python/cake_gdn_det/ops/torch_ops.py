@@ -1,0 +1,287 @@
+"""The two torch.library operators over the C API, cake_gdn_det::forward and cake_gdn_det::backward.
+
+They are the graph nodes that torch.compile sees; user code calls chunk_gated_delta_rule (chunk.py), which checks its
+arguments and gives these operators their derivative. Each operator allocates its outputs with the very function that is
+its fake kernel, then lets the library fill them: the shapes are written once, and hold no Python branch on a size, so
+that a traced length stays a symbol. An output of the forward that is not wanted is returned as an empty tensor; the
+backward returns a list of those gradients that are wanted. Scratch lives and dies inside an implementation.
+"""
+
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+from torch import Tensor
+
+from .. import _C
+
+INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
+"""The differentiable inputs, in the order of `needs` and of the gradients."""
+
+GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
+"""The fields of _C.Problem for their gradients."""
+
+_OTHERS = ("cu_seqlens", "cu_seqlens_host", "h")
+
+_INPUT_SCHEMA = (
+    "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
+    "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
+)
+_LIBRARY = torch.library.Library("cake_gdn_det", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_LIBRARY.define(
+    f"forward({_INPUT_SCHEMA}, float scale, int flags, bool output_final_state, bool save_h) "
+    "-> (Tensor o, Tensor final_state, Tensor h)",
+    tags=_TAGS,
+)
+_LIBRARY.define(
+    f"backward(Tensor? d_o, Tensor? dht, {_INPUT_SCHEMA}, Tensor? h, float scale, int flags, bool[] needs) -> Tensor[]",
+    tags=_TAGS,
+)
+forward = torch.ops.cake_gdn_det.forward.default
+backward = torch.ops.cake_gdn_det.backward.default
+
+_DTYPES = {
+    torch.bfloat16: _C.BF16,
+    torch.float16: _C.FP16,
+    torch.float32: _C.FP32,
+    torch.float64: _C.FP64,
+    torch.int32: _C.INT32,
+    torch.int64: _C.INT64,
+}
+_BACKENDS = {"cpu": _C.CPU, "cuda": _C.CUDA, "meta": _C.CPU}
+_FLOATS = {code: dtype for dtype, code in _DTYPES.items()}
+_STATE_DTYPES = {
+    (device, dtype): _FLOATS[_C.state_dtype(backend, _DTYPES[dtype])]
+    for device, backend in _BACKENDS.items()
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    if (device, dtype) != ("cuda", torch.float64)
+}
+
+_Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+# ---- shapes: fake kernels, and allocation for the real ones ----
+
+
+def saved_shapes(B: int, T: int, HV: int, K: int, V: int) -> tuple[int, int, int, int]:
+    """Shape of h, the chunk-start states that the forward keeps: [slots, HV, K, V].
+
+    The closed form of cake_gdn_state_slots, which the library checks; it works for symbolic B and T. (Torch guards on
+    sizes 0 and 1: a compiled model has one graph for no slot, one for one slot and one for all longer inputs.)
+    """
+    last = max(T - 1, 0) if type(T) is int else torch.sym_max(T - 1, 0)
+    return (B * (last // _C.CHUNK), HV, K, V)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype is torch.float64 else torch.float32
+
+
+def _forward_outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    scale: float,
+    flags: int,
+    output_final_state: bool,
+    save_h: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, T, HV, V = v.shape
+    K = q.shape[3]
+    dtype = q.dtype
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)  # v has the shape of o and the dtype of q
+    if output_final_state:
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        state = (N, HV, V, K) if flags & _C.STATE_V_FIRST else (N, HV, K, V)
+        final_state = q.new_empty(state, dtype=_wide(dtype))
+    else:
+        final_state = q.new_empty(0, dtype=_wide(dtype))
+    h_dtype = _STATE_DTYPES[q.device.type, dtype]
+    h = q.new_empty(saved_shapes(B, T, HV, K, V) if save_h else 0, dtype=h_dtype)
+    return o, final_state, h
+
+
+def _backward_outputs(
+    d_o: Tensor | None,
+    dht: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    h: Tensor | None,
+    scale: float,
+    flags: int,
+    needs: list[bool],
+) -> list[Tensor]:
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    return [
+        torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x, need in zip(inputs, needs, strict=True)
+        if need and x is not None
+    ]
+
+
+# ---- implementations ----
+
+
+def _problem(
+    inputs: _Inputs,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    h: Tensor | None,
+    scale: float,
+    flags: int,
+    results: dict[str, Tensor | None],
+) -> _C.Problem:
+    q, _, v, *_ = inputs
+    _, _, H, K = q.shape
+    B, T, HV, V = v.shape
+    fields: dict[str, Any] = {
+        "backend": _C.CUDA if q.is_cuda else _C.CPU,
+        "device": max(q.get_device(), 0),
+        "num_threads": torch.get_num_threads(),
+        "flags": flags,
+        "scale": scale,
+        "B": B,
+        "T": T,
+        "H": H,
+        "HV": HV,
+        "K": K,
+        "V": V,
+        "N": B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        "slots": 0 if h is None else h.shape[0],
+    }
+    others = (cu_seqlens, cu_seqlens_cpu, h)
+    for names, tensors in ((INPUTS, inputs), (_OTHERS, others), (results.keys(), results.values())):
+        for name, tensor in zip(names, tensors, strict=True):
+            if tensor is not None:
+                fields[name] = (tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.stride())
+    return _C.Problem(**fields)
+
+
+def _run(problem: _C.Problem, direction: int, q: Tensor) -> None:
+    size = _C.workspace_size(problem, direction)
+    scratch = q.new_empty((size,), dtype=torch.uint8)
+    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    call = _C.forward if direction == _C.FORWARD else _C.backward
+    call(problem, scratch.data_ptr(), size, stream)
+
+
+def _offsets(
+    cu_seqlens: Tensor | None, cu_seqlens_cpu: Tensor | None, q: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """The offsets where q lives, and for a GPU those on the host if there are any; contiguous, as the library reads.
+
+    The library checks all that lie on the host; what is on a device only is never copied back.
+    """
+    if cu_seqlens is None:
+        return None, None
+    on_host = not cu_seqlens.is_cuda
+    if on_host and cu_seqlens_cpu is not None and bool((cu_seqlens != cu_seqlens_cpu).any()):
+        raise ValueError(
+            f"chunk_gated_delta_rule: cu_seqlens_cpu is {cu_seqlens_cpu.tolist()}, must equal cu_seqlens, which is "
+            f"{cu_seqlens.tolist()}"
+        )
+    if not q.is_cuda:
+        return cu_seqlens.contiguous(), None
+    host = cu_seqlens if on_host else cu_seqlens_cpu
+    return cu_seqlens.to(q.device, non_blocking=True).contiguous(), None if host is None else host.contiguous()
+
+
+def _refuse_tracked(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise RuntimeError(
+            "torch.ops.cake_gdn_det.* has no derivative of its own: call cake_gdn_det.chunk_gated_delta_rule, or use "
+            "torch.no_grad()"
+        )
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    scale: float,
+    flags: int,
+    output_final_state: bool,
+    save_h: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    _refuse_tracked(*inputs)
+    outputs = _forward_outputs(*inputs, cu_seqlens, cu_seqlens_cpu, scale, flags, output_final_state, save_h)
+    o, final_state, h = outputs
+    cu_seqlens, cu_seqlens_cpu = _offsets(cu_seqlens, cu_seqlens_cpu, q)
+    results: dict[str, Tensor | None] = {"o": o, "final_state": final_state if output_final_state else None}
+    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, h if save_h else None, scale, flags, results)
+    _run(problem, _C.FORWARD, q)
+    return outputs
+
+
+def _backward(
+    d_o: Tensor | None,
+    dht: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_cpu: Tensor | None,
+    h: Tensor | None,
+    scale: float,
+    flags: int,
+    needs: list[bool],
+) -> list[Tensor]:
+    inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+    _refuse_tracked(*inputs, d_o, dht)
+    gradients = _backward_outputs(d_o, dht, *inputs, cu_seqlens, cu_seqlens_cpu, h, scale, flags, needs)
+    results: dict[str, Tensor | None] = {"d_o": d_o, "dht": dht}
+    wanted = iter(gradients)
+    for name, x, need in zip(GRADIENTS, inputs, needs, strict=True):
+        if need and x is not None:
+            results[name] = next(wanted)
+    # The library writes dh0 in the dtype of its states; the caller's initial_state may have another one.
+    dh0 = results.get("dh0")
+    if dh0 is not None and dh0.dtype is not _wide(q.dtype):
+        results["dh0"] = dh0.to(_wide(q.dtype))
+    cu_seqlens, cu_seqlens_cpu = _offsets(cu_seqlens, cu_seqlens_cpu, q)
+    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, h, scale, flags, results)
+    _run(problem, _C.BACKWARD, q)
+    if dh0 is not None and results["dh0"] is not dh0:
+        dh0.copy_(results["dh0"])
+    return gradients
+
+
+def _no_vmap(*_: Any) -> NoReturn:
+    raise NotImplementedError("chunk_gated_delta_rule has no torch.func.vmap rule: call it with a larger B instead")
+
+
+for _name, _implementation, _fake in (
+    ("forward", _forward, _forward_outputs),
+    ("backward", _backward, _backward_outputs),
+):
+    for _key in ("CPU", "CUDA"):
+        _LIBRARY.impl(_name, _implementation, _key)
+    torch.library.register_fake(f"cake_gdn_det::{_name}", _fake, lib=_LIBRARY)
+    torch.library.register_vmap(f"cake_gdn_det::{_name}", _no_vmap, lib=_LIBRARY)
