@@ -1,0 +1,353 @@
+// The planner: arena, slots of saved states, the plan of the CPU engine.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "plan/plan.hpp"
+#include "support.hpp"
+
+using namespace cake_gdn::plan;
+using cake_gdn_test::Random;
+
+namespace {
+
+struct Request {
+    int64_t bytes;
+    int first, last;
+};
+
+std::vector<Request> random_requests(Random &random) {
+    std::vector<Request> requests;
+    const int64_t count = random.integer(1, 40);
+    for (int64_t i = 0; i < count; ++i) {
+        const int first = int(random.integer(0, 7)), last = int(random.integer(first, 7));
+        requests.push_back({random.integer(0, 9) == 0 ? 0 : random.integer(1, 5000), first, last});
+    }
+    return requests;
+}
+
+std::vector<Buffer> place_all(Arena &arena, const std::vector<Request> &requests) {
+    std::vector<Buffer> placed;
+    for (const Request &r : requests) placed.push_back(arena.place(r.bytes, r.first, r.last));
+    return placed;
+}
+
+bool lives_meet(const Request &a, const Request &b) { return a.first <= b.last && b.first <= a.last; }
+bool bytes_meet(const Buffer &a, const Buffer &b) {
+    return a.bytes > 0 && b.bytes > 0 && a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes;
+}
+
+Shape shape(int64_t N, int64_t T, int64_t H, int64_t HV, int64_t K, int64_t V, bool backward, bool saved) {
+    Shape s{};
+    s.B = N, s.T = T, s.H = H, s.HV = HV, s.K = K, s.V = V, s.N = N;
+    s.state_bytes = 4;
+    s.backward = backward;
+    s.saved_states = saved;
+    s.gate_gradients = backward;
+    return s;
+}
+
+// Every buffer of a thread's scratch with its required size, as the engine uses it.
+struct Named {
+    const char *name;
+    Buffer buffer;
+    int64_t elements;
+};
+std::vector<Named> scratch_buffers(const Shape &s, const CpuPlan &plan) {
+    const CpuScratch &c = plan.scratch;
+    const int64_t C = kChunk, state = s.group() * c.Kp * c.Vp;
+    std::vector<Named> all = {{"q", c.q, C * c.Kp},      {"k", c.k, C * c.Kp},
+                              {"kt", c.kt, c.Kp * C},    {"kk", c.kk, C * C},
+                              {"qk", c.qk, C * C},       {"decay", c.decay, C * C},
+                              {"lower", c.lower, C * C}, {"u", c.u, C * c.Vp},
+                              {"state", c.state, state}, {"x", c.x, C * std::max(c.Kp, c.Vp)}};
+    if (!s.backward) return all;
+    const std::vector<Named> more = {
+        {"y", c.y, C * c.Vp},   {"d_o", c.d_o, C * c.Vp},  {"du", c.du, C * c.Vp},      {"ut", c.ut, c.Vp * C},
+        {"zq", c.zq, C * C},    {"wk", c.wk, C * C},       {"pairs", c.pairs, C * C},   {"dq", c.dq, C * c.Kp},
+        {"dk", c.dk, C * c.Kp}, {"st", c.st, c.Vp * c.Kp}, {"dst", c.dst, c.Vp * c.Kp}, {"dstate", c.dstate, state}};
+    all.insert(all.end(), more.begin(), more.end());
+    if (!s.saved_states) {
+        all.push_back({"checkpoints", c.checkpoints, ceil_div(s.sequence_chunks(), plan.segment) * state});
+        all.push_back({"states", c.states, plan.segment * state});
+    }
+    return all;
+}
+
+}  // namespace
+
+TEST_CASE("arena: buffers whose lives meet share no byte, whatever is asked for") {
+    Random random(11);
+    int shared = 0;
+    for (int round = 0; round < 500; ++round) {
+        const std::vector<Request> requests = random_requests(random);
+        Arena arena;
+        const std::vector<Buffer> placed = place_all(arena, requests);
+        int64_t end = 0;
+        for (size_t i = 0; i < placed.size(); ++i) {
+            CHECK(placed[i].offset >= 0);
+            CHECK(placed[i].offset % kAlignment == 0);
+            CHECK(placed[i].bytes >= requests[i].bytes);
+            CHECK(placed[i].bytes < requests[i].bytes + kAlignment);
+            end = std::max(end, placed[i].offset + placed[i].bytes);
+            for (size_t j = 0; j < i; ++j) {
+                const bool overlap = bytes_meet(placed[i], placed[j]);
+                if (lives_meet(requests[i], requests[j])) CHECK_FALSE(overlap);
+                shared += overlap;
+            }
+        }
+        CHECK(arena.size() == end);
+    }
+    CHECK(shared > 1000);  // it does alias
+}
+
+TEST_CASE("arena: the size is at least the fullest stage's, and the sum of all when every life meets") {
+    Random random(12);
+    for (int round = 0; round < 200; ++round) {
+        std::vector<Request> requests = random_requests(random);
+        Arena arena;
+        place_all(arena, requests);
+        int64_t fullest = 0, sum = 0;
+        for (int stage = 0; stage < 8; ++stage) {
+            int64_t bytes = 0;
+            for (const Request &r : requests) {
+                if (r.first <= stage && stage <= r.last) bytes += round_up(r.bytes, kAlignment);
+            }
+            fullest = std::max(fullest, bytes);
+        }
+        CHECK(arena.size() >= fullest);
+        Arena crowded;
+        for (Request &r : requests) {
+            r.first = 0, r.last = 7;
+            sum += round_up(r.bytes, kAlignment);
+        }
+        place_all(crowded, requests);
+        CHECK(crowded.size() == sum);
+    }
+}
+
+TEST_CASE("arena: lives that do not meet share; a gap is filled; nothing asked for is nothing") {
+    Arena arena;
+    CHECK(arena.size() == 0);
+    const Buffer a = arena.place(100, 0, 1), b = arena.place(100, 2, 3), c = arena.place(100, 1, 2);
+    CHECK(a.offset == b.offset);
+    CHECK(c.offset == 128);
+    CHECK(arena.size() == 256);
+    // Between two that live on, the hole of one that does not.
+    Arena holed;
+    holed.place(64, 0, 9);
+    const Buffer hole = holed.place(128, 0, 1);
+    holed.place(64, 0, 9);
+    CHECK(holed.place(128, 2, 3).offset == hole.offset);
+    CHECK(holed.place(192, 2, 3).offset == 256);
+    CHECK(holed.place(0, 0, 9).bytes == 0);
+}
+
+TEST_CASE("arena: the same requests give the same places") {
+    Random random(13);
+    const std::vector<Request> requests = random_requests(random);
+    Arena first, second;
+    const std::vector<Buffer> a = place_all(first, requests), b = place_all(second, requests);
+    for (size_t i = 0; i < a.size(); ++i) {
+        CHECK(a[i].offset == b[i].offset);
+        CHECK(a[i].bytes == b[i].bytes);
+    }
+}
+
+TEST_CASE("state slots: no two chunks of any packing share one, and all are in bounds") {
+    Random random(14);
+    for (int round = 0; round < 2000; ++round) {
+        std::vector<int64_t> offsets{0};
+        const int64_t N = random.integer(1, 12);
+        for (int64_t n = 0; n < N; ++n) {
+            const int64_t kind = random.integer(0, 4);
+            const int64_t length = kind == 0   ? 0
+                                   : kind == 1 ? random.integer(1, 3)
+                                   : kind == 2 ? 64 * random.integer(1, 3) + random.integer(-1, 1)
+                                               : random.integer(1, 400);
+            offsets.push_back(offsets.back() + length);
+        }
+        const int64_t T = offsets.back(), slots = state_slots(1, T);
+        std::set<int64_t> used;
+        for (int64_t n = 0; n < N; ++n) {
+            for (int64_t t = offsets[size_t(n)] + kChunk; t < offsets[size_t(n) + 1]; t += kChunk) {
+                const int64_t slot = state_slot(0, T, t);
+                CHECK(slot >= 0);
+                CHECK(slot < slots);
+                CHECK(used.insert(slot).second);
+                CHECK(slot == t / 64 - 1);
+            }
+        }
+    }
+}
+
+TEST_CASE("state slots: dense batches use every slot once, in order") {
+    for (int64_t T : {0, 1, 63, 64, 65, 127, 128, 129, 640, 641, 1000}) {
+        for (int64_t B : {0, 1, 3}) {
+            int64_t expected = 0;
+            for (int64_t b = 0; b < B; ++b) {
+                for (int64_t t = kChunk; t < T; t += kChunk) CHECK(state_slot(b, T, t) == expected++);
+            }
+            CHECK(state_slots(B, T) == expected);
+            CHECK(cake_gdn_state_slots(B, T) == expected);
+        }
+    }
+    CHECK(state_slots(1, int64_t(1) << 40) == (int64_t(1) << 34) - 1);
+    CHECK(state_slot(0, int64_t(1) << 40, (int64_t(1) << 40) - 64) == (int64_t(1) << 34) - 2);
+}
+
+TEST_CASE("cpu plan: buffers are large enough, aligned, inside the scratch") {
+    Random random(15);
+    for (int round = 0; round < 300; ++round) {
+        const int64_t H = random.integer(1, 4), HV = H * random.integer(1, 4);
+        Shape s = shape(random.integer(0, 5), random.integer(0, 5000), H, HV, random.integer(1, 512),
+                        random.integer(1, 512), random.integer(0, 1), random.integer(0, 1));
+        s.state_bytes = random.integer(0, 1) ? 4 : 8;
+        const CpuPlan plan = plan_cpu(s, Traits{int(random.integer(1, 8))});
+        const int64_t lanes = kAlignment / s.state_bytes;
+        CHECK(plan.scratch.Kp >= s.K);
+        CHECK(plan.scratch.Kp < s.K + lanes);
+        CHECK(plan.scratch.Kp % lanes == 0);
+        CHECK(plan.scratch.Vp >= s.V);
+        CHECK(plan.scratch.Vp % lanes == 0);
+        for (const Named &b : scratch_buffers(s, plan)) {
+            CAPTURE(std::string(b.name));
+            CHECK(b.buffer.bytes >= b.elements * s.state_bytes);
+            CHECK(b.buffer.offset % kAlignment == 0);
+            CHECK(b.buffer.offset + b.buffer.bytes <= plan.scratch.bytes);
+        }
+        CHECK(plan.scratch.bytes % kAlignment == 0);
+        CHECK(plan.thread_offset % kAlignment == 0);
+        const int64_t partials = s.gate_gradients ? s.N * s.HV * 16 : 0;
+        CHECK(plan.gate_partials.bytes >= partials);
+        CHECK(plan.gate_partials.offset + partials <= plan.thread_offset);
+        // The workspace may start at any byte.
+        CHECK(plan.bytes >= plan.thread_offset + plan.threads * plan.scratch.bytes + kAlignment - 1);
+    }
+}
+
+TEST_CASE("cpu plan: what lives through a chunk overlaps nothing; aliases are of lives that do not meet") {
+    const Shape s = shape(2, 1000, 2, 6, 100, 60, true, false);
+    const CpuPlan plan = plan_cpu(s, Traits{2});
+    const CpuScratch &c = plan.scratch;
+    const std::vector<Named> all = scratch_buffers(s, plan);
+    const std::vector<Buffer> always{c.q,      c.k,  c.kt, c.kk,          c.qk,    c.state,
+                                     c.dstate, c.dq, c.dk, c.checkpoints, c.states};
+    for (const Buffer &keep : always) {
+        int met = 0;
+        for (const Named &b : all) met += bytes_meet(keep, b.buffer);
+        CHECK(met == 1);  // itself
+    }
+    // Read together by one operation of the engine.
+    const std::vector<std::pair<Buffer, Buffer>> together{
+        {c.x, c.u},      {c.lower, c.u},  {c.decay, c.lower}, {c.du, c.zq},  {c.du, c.d_o},   {c.du, c.lower},
+        {c.du, c.u},     {c.ut, c.wk},    {c.ut, c.zq},       {c.wk, c.zq},  {c.wk, c.pairs}, {c.zq, c.pairs},
+        {c.wk, c.decay}, {c.zq, c.decay}, {c.du, c.y},        {c.st, c.x},   {c.dst, c.x},    {c.st, c.d_o},
+        {c.st, c.du},    {c.dst, c.u},    {c.dst, c.d_o},     {c.dst, c.wk}, {c.st, c.wk},    {c.pairs, c.dst},
+        {c.d_o, c.ut},   {c.u, c.y},      {c.y, c.decay},     {c.u, c.pairs}};
+    for (size_t i = 0; i < together.size(); ++i) {
+        CAPTURE(i);
+        CHECK_FALSE(bytes_meet(together[i].first, together[i].second));
+    }
+}
+
+TEST_CASE("cpu plan: threads are bounded by the caller, by the units and by the work") {
+    for (int limit : {1, 2, 3, 8, 64, 1 << 30}) {
+        CHECK(plan_cpu(shape(1, 100000, 1, 1, 128, 128, false, false), Traits{limit}).threads == 1);
+        CHECK(plan_cpu(shape(3, 100000, 2, 4, 128, 128, true, false), Traits{limit}).threads == std::min(limit, 6));
+        CHECK(plan_cpu(shape(64, 1, 8, 8, 16, 16, false, false), Traits{limit}).threads == 1);  // too little to do
+        CHECK(plan_cpu(shape(0, 0, 8, 8, 16, 16, false, false), Traits{limit}).threads == 1);
+        CHECK(plan_cpu(shape(64, 0, 8, 8, 16, 16, true, false), Traits{limit}).threads == 1);
+    }
+    int last = 0;
+    for (int64_t T = 1; T < 1 << 20; T *= 2) {
+        const int threads = plan_cpu(shape(4, T, 4, 4, 64, 64, true, false), Traits{16}).threads;
+        CHECK(threads >= last);
+        last = threads;
+    }
+    CHECK(last == 16);
+}
+
+TEST_CASE("cpu plan: units are the (sequence, key head) pairs whatever the threads") {
+    const Shape s = shape(7, 300, 3, 9, 64, 64, true, true);
+    for (int limit : {1, 2, 8}) CHECK(plan_cpu(s, Traits{limit}).units == 21);
+    Shape packed = s;
+    packed.B = 1;
+    packed.packed = true;
+    CHECK(plan_cpu(packed, Traits{1}).units == 21);
+}
+
+TEST_CASE("cpu plan: without saved states memory grows like the root of the tokens, with them not at all") {
+    const auto bytes = [](int64_t T, bool saved) {
+        return double(plan_cpu(shape(1, T, 1, 1, 64, 64, true, saved), Traits{1}).scratch.bytes);
+    };
+    const double fixed = bytes(0, true);
+    for (int64_t T = 1; T <= int64_t(1) << 40; T *= 8) {
+        CAPTURE(T);
+        CHECK(bytes(T, true) == fixed);
+        const double state = 64 * 64 * 4, chunks = std::ceil(double(T) / 64);
+        CHECK(bytes(T, false) <= fixed + state * (2 * std::sqrt(chunks) + 3));
+        if (T >= 1 << 18) {
+            const double growth = (bytes(16 * T, false) - fixed) / (bytes(T, false) - fixed);
+            CHECK(growth == doctest::Approx(4).epsilon(0.05));
+        }
+    }
+    CHECK(plan_cpu(shape(1, 1 << 20, 1, 1, 64, 64, false, false), Traits{1}).scratch.bytes ==
+          plan_cpu(shape(1, 1, 1, 1, 64, 64, false, false), Traits{1}).scratch.bytes);
+}
+
+TEST_CASE("cpu plan: segments cover the sequence") {
+    for (int64_t T :
+         {int64_t(0), int64_t(1), int64_t(64), int64_t(65), int64_t(129), int64_t(4096), int64_t(1) << 40}) {
+        const Shape s = shape(1, T, 1, 1, 16, 16, true, false);
+        const CpuPlan plan = plan_cpu(s, Traits{1});
+        CAPTURE(T);
+        CHECK(plan.segment >= 1);
+        CHECK(plan.segment <= std::max<int64_t>(s.sequence_chunks(), 1));
+        CHECK(ceil_div(s.sequence_chunks(), plan.segment) * plan.segment >= s.sequence_chunks());
+        CHECK(ceil_div(s.sequence_chunks(), plan.segment) <= plan.segment + 1);
+    }
+}
+
+TEST_CASE("cpu plan: sizes of zero, and the largest that the checks let through, do not overflow") {
+    for (bool backward : {false, true}) {
+        for (bool saved : {false, true}) {
+            const CpuPlan none = plan_cpu(shape(0, 0, 1, 1, 1, 1, backward, saved), Traits{4});
+            CHECK(none.units == 0);
+            CHECK(none.threads == 1);
+            CHECK(none.bytes > 0);
+            const CpuPlan huge = plan_cpu(shape(1, int64_t(1) << 40, 16, 64, 512, 512, backward, saved), Traits{16});
+            CHECK(huge.bytes > 0);
+            CHECK(huge.threads == 16);
+            CHECK(huge.scratch.bytes > 0);
+            CHECK(huge.scratch.bytes < int64_t(1) << 41);
+            const CpuPlan wide = plan_cpu(shape(int64_t(1) << 31, 1, 1, 1, 1, 1, backward, saved), Traits{1});
+            CHECK(wide.units == int64_t(1) << 31);
+            CHECK(wide.bytes >= (backward ? int64_t(1) << 35 : 0));
+        }
+    }
+}
+
+TEST_CASE("cpu plan: a function of shapes and traits only") {
+    Random random(16);
+    for (int round = 0; round < 50; ++round) {
+        const Shape s = shape(random.integer(0, 9), random.integer(0, 9000), 2, 4, random.integer(1, 200),
+                              random.integer(1, 200), random.integer(0, 1), random.integer(0, 1));
+        const Traits traits{int(random.integer(1, 9))};
+        const CpuPlan a = plan_cpu(s, traits), b = plan_cpu(s, traits);
+        CHECK(a.bytes == b.bytes);
+        CHECK(a.threads == b.threads);
+        CHECK(a.segment == b.segment);
+        CHECK(a.thread_offset == b.thread_offset);
+        const std::vector<Named> x = scratch_buffers(s, a), y = scratch_buffers(s, b);
+        for (size_t i = 0; i < x.size(); ++i) CHECK(x[i].buffer.offset == y[i].buffer.offset);
+        // The segment, and with it the order of the recomputation, does not depend on the threads.
+        CHECK(plan_cpu(s, Traits{1}).segment == a.segment);
+        CHECK(plan_cpu(s, Traits{1}).scratch.bytes == a.scratch.bytes);
+    }
+}
