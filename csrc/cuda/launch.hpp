@@ -1,0 +1,62 @@
+// Checked CUDA calls and kernel launches. No launch is made outside this file, and no result goes unread.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/device.hpp"
+
+namespace cake_gdn::cuda {
+
+// Throws Error(CAKE_GDN_DEVICE_ERROR) naming `what` and `where` unless `result` is a success.
+inline void check(cudaError_t result, const char *what, const std::string &where = {}) {
+    if (result == cudaSuccess) return;
+    // The runtime remembers a failure; it has been reported here and must not surface in a later call.
+    static_cast<void>(cudaGetLastError());
+    throw Error(CAKE_GDN_DEVICE_ERROR, std::string(what) + (where.empty() ? "" : " (" + where + ")") + ": " +
+                                           cudaGetErrorName(result) + ", " + cudaGetErrorString(result));
+}
+
+// What a failure message says about a launch.
+struct Site {
+    const char *program;    // row of programs.def
+    std::string arguments;  // of the stage, as text
+};
+
+// Throws Error(CAKE_GDN_UNSUPPORTED) when this build has no code of `program` for the device.
+void require_code(const char *program, const Traits &traits);
+
+struct Shape {
+    int64_t blocks;  // along x, the only grid dimension: y and z end at 65535
+    int threads;     // of a block
+    size_t shared_memory = 0;
+};
+
+// Launches kernel(arguments...) on `stream`, whose device is current.
+template <class... Parameters>
+void launch(const Site &site, const Traits &traits, const Shape &shape, void *stream, void (*kernel)(Parameters...),
+            Parameters... arguments) {
+    const auto where = [&] {
+        return std::string(site.program) + "(" + site.arguments + "), grid " + std::to_string(shape.blocks) +
+               ", block " + std::to_string(shape.threads) + ", shared memory " + std::to_string(shape.shared_memory) +
+               ", device " + std::to_string(traits.device);
+    };
+    if (shape.blocks < 1 || shape.blocks > INT32_MAX || shape.shared_memory > traits.shared_memory) {
+        throw Error(CAKE_GDN_INTERNAL_ERROR, "launch outside the device's limits: " + where());
+    }
+    const void *entry = reinterpret_cast<const void *>(kernel);
+    if (shape.shared_memory > 48 * 1024) {
+        const cudaError_t result = cudaFuncSetAttribute(entry, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                        static_cast<int>(shape.shared_memory));
+        if (result != cudaSuccess) check(result, "cudaFuncSetAttribute", where());
+    }
+    void *pointers[] = {&arguments...};
+    const cudaError_t result =
+        cudaLaunchKernel(entry, dim3(static_cast<unsigned>(shape.blocks)), dim3(static_cast<unsigned>(shape.threads)),
+                         pointers, shape.shared_memory, static_cast<cudaStream_t>(stream));
+    if (result != cudaSuccess) check(result, "cudaLaunchKernel", where());
+}
+
+}  // namespace cake_gdn::cuda
