@@ -23,9 +23,13 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 DTYPES = [F64, F32, BF16, F16]
 
 
-def check(op, case, **kwargs):
+# A state of one row or column leaves a gradient of few numbers, each a sum over time that may cancel.
+SINGLE = 10
+
+
+def check(op, case, factor=1.0, **kwargs):
     out = run(op, case, **kwargs)
-    assert_matches(out, reference(case, kwargs.get("final", True)))
+    assert_matches(out, reference(case, kwargs.get("final", True)), factor)
     return out
 
 
@@ -51,14 +55,16 @@ def test_dtypes(op, rng, device, dtype, options, T):
 )
 def test_head_sizes(op, rng, device, K, V):
     T = 70 if K * V > 2**14 else 130
-    check(op, make_case(rng, T=T, H=1, HV=2, K=K, V=V, dtype=F32, device=device))
+    case = make_case(rng, T=T, H=1, HV=2, K=K, V=V, dtype=F32, device=device)
+    check(op, case, factor=SINGLE if 1 in (K, V) else 1)
 
 
 @pytest.mark.parametrize("K, V", [(1, 1), (5, 16), (60, 60), (100, 100), (128, 128), (256, 256), (128, 512)])
 @pytest.mark.parametrize("dtype", [F64, BF16, F16], ids=str)
 def test_head_sizes_of_other_dtypes(op, rng, device, K, V, dtype):
     # A vector of one element has no direction: its normalised form has no gradient to speak of.
-    check(op, make_case(rng, T=70, K=K, V=V, dtype=dtype, use_qk_l2norm_in_kernel=K > 1, device=device))
+    case = make_case(rng, T=70, K=K, V=V, dtype=dtype, use_qk_l2norm_in_kernel=K > 1, device=device)
+    check(op, case, factor=SINGLE if 1 in (K, V) else 1)
 
 
 @pytest.mark.parametrize("H, HV", [(1, 1), (1, 2), (1, 3), (1, 4), (1, 8), (2, 2), (2, 4), (2, 6), (3, 12), (4, 32)])

@@ -231,19 +231,18 @@ def tolerance(
     x: torch.Tensor, value: torch.Tensor, compute: torch.dtype, magnitude: float | None = None, factor: float = 1.0
 ) -> float:
     """The error allowed to an output `x` where `value` is right, relative to `magnitude` (default the norm of `value`):
-    that of computing in `compute`, the rounding of the output's own dtype, and underflow.
+    what computing in `compute` costs, and what storing the right value in the output's dtype costs, no more.
 
-    Rounding to nearest costs at most eps / 2 of each element and 0.19 eps in the mean square, so eps / 4 bounds a norm
-    of many elements. An element that is subnormal in either dtype keeps only an absolute error.
+    Rounding y instead of the right value r errs by at most |round(r) - r| + 2 |y - r| (both are nearest), whatever the
+    distribution of the elements. Below its normal numbers `compute` keeps an absolute error only.
     """
-    info, wide = torch.finfo(x.dtype), torch.finfo(compute)
-    norm = value.norm().item()
-    magnitude = norm if magnitude is None else magnitude
+    magnitude = value.norm().item() if magnitude is None else magnitude
     if magnitude == 0:
         return 0.0
-    rounding = max(1.0, norm / magnitude) * info.eps * (0.25 if x.numel() >= 1024 else 0.5)
-    floor = math.sqrt(x.numel()) * (info.smallest_normal * info.eps + wide.smallest_normal * 16)
-    return COMPUTE_TOLERANCE[compute] * factor + rounding + floor / magnitude
+    rounding = (value.to(x.dtype).double() - value).norm().item()
+    assert math.isfinite(rounding), f"the right value overflows {x.dtype}: the case is no test"
+    floor = math.sqrt(x.numel()) * 16 * torch.finfo(compute).smallest_normal
+    return COMPUTE_TOLERANCE[compute] * factor + (rounding + floor) / magnitude
 
 
 def assert_matches(
