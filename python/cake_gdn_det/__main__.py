@@ -6,6 +6,7 @@ Commands import what they need when they run: `info` has to work where torch or 
 from __future__ import annotations
 
 import json
+import os
 
 import click
 
@@ -37,7 +38,7 @@ def info(as_json: bool) -> None:
     "--steps",
     type=click.IntRange(min=1),
     show_default=False,
-    help="Steps of 2048 bytes.  [default: 300; 30 with --verify]",
+    help="Steps of 2048 bytes.  [default: 250; 30 with --verify]",
 )
 @click.option("--seed", type=int, default=0, help="Of the initial weights and the order of the documents.")
 @click.option("--plot", metavar="PNG", help="Draw the loss curve into this file.")
@@ -52,6 +53,9 @@ def train(text: str | None, device: str, steps: int | None, seed: int, plot: str
     """
     if verify and plot:
         raise click.UsageError("--plot and --verify do not go together: --verify draws nothing")
+    # Read when torch loads. Threads that spin while they wait for each other make a run several times slower on a
+    # machine that has other work to do, and gain little on an idle one.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         from .train import UserError, cli
     except ImportError as error:

@@ -26,7 +26,7 @@ class TrainConfig:
 
     text: str | None = None  # file or directory; None: the Python standard library's source
     device: str = "auto"  # "auto", "cpu" or "cuda"
-    steps: int = 300
+    steps: int = 250
     seed: int = 0  # of the initial weights and of the order of the training documents
     batch_bytes: int = 2048
     piece_bytes: int = 1024  # longer documents are cut
