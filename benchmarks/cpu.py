@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from cake_gdn_det import __version__, _C, chunk_gated_delta_rule
+from cake_gdn_det import _C, __version__, chunk_gated_delta_rule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -100,7 +100,8 @@ def measure_peak(job: dict) -> int:
 
 
 def machine() -> str:
-    cpu = next((x.split(":")[1].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), "")
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "")
     unit = json.loads(_C.build_info())["cpu_unit"]
     return (
         f"{cpu or platform.processor()}, {torch.get_num_threads()} threads, unit {unit}; Python "
@@ -123,18 +124,16 @@ def report(shape: dict, rounds: int, lengths: list[int]) -> str:
     peak_recomputed = peak_bytes("cake_gdn_det", {**shape, "dtype": "fp32"}, save_state=False)
     total = {name: sum(x) for name, x in times.items()}
     rows = [
-        [name, *(f"{1e3 * x:.1f}" for x in (*times[name], total[name])), f"{peaks[name] / 2**20:.0f}"]
-        for name in RULES
+        [name, *(f"{1e3 * x:.1f}" for x in (*times[name], total[name])), f"{peaks[name] / 2**20:.0f}"] for name in RULES
     ]
     side_by_side = table(["rule", "forward ms", "backward ms", "sum ms", "peak MiB"], rows)
 
     by_dtype = interleaved({n: (ours, inputs(**shape, dtype=dtype)) for n, dtype in DTYPES.items()}, rounds)
-    dtype_rows = [
-        [n, f"{1e3 * sum(t):.1f}", f"{sum(t) / sum(by_dtype['fp32']):.2f}"] for n, t in by_dtype.items()
-    ]
+    dtype_rows = [[n, f"{1e3 * sum(t):.1f}", f"{sum(t) / sum(by_dtype['fp32']):.2f}"] for n, t in by_dtype.items()]
     growth = []
     for T in lengths:
-        seconds = sum(interleaved({f"T = {T}": (ours, inputs(**{**shape, "T": T}, dtype=torch.float32))}, 3)[f"T = {T}"])
+        case = {f"T = {T}": (ours, inputs(**{**shape, "T": T}, dtype=torch.float32))}
+        seconds = sum(interleaved(case, 3)[f"T = {T}"])
         growth.append([T, f"{1e3 * seconds:.1f}", f"{1e6 * seconds / T:.2f}"])
     return "\n".join(
         [
