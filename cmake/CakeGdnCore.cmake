@@ -7,6 +7,7 @@ add_library(
     csrc/api/build_info.cpp
     csrc/api/checks.cpp
     csrc/cpu/engine.cpp
+    csrc/plan/gpu.cpp
     csrc/plan/plan.cpp
 )
 if(CAKE_GDN_WITH_CUDA)

@@ -55,7 +55,7 @@ endmacro()
 # build has, no PTX (code for another architecture must not appear by just-in-time compilation).
 function(cake_gdn_add_programs target)
     target_compile_definitions(${target} PRIVATE CAKE_GDN_WITH_CUDA)
-    target_sources(${target} PRIVATE csrc/api/stages.cpp csrc/cuda/backend.cpp csrc/cuda/device.cpp)
+    target_sources(${target} PRIVATE csrc/api/stages.cpp csrc/cuda/backend.cpp csrc/cuda/chain.cpp csrc/cuda/device.cpp)
     target_include_directories(${target} PRIVATE ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
     foreach(program IN LISTS CAKE_GDN_PROGRAMS)
         file(GLOB source csrc/cuda/fwd/${program}.cu csrc/cuda/bwd/${program}.cu)

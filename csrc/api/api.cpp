@@ -7,6 +7,7 @@
 #include "cpu/engine.hpp"
 #include "plan/plan.hpp"
 #if defined(CAKE_GDN_WITH_CUDA)
+#include "api/device.hpp"
 #include "cuda/backend.hpp"
 #endif
 
@@ -72,9 +73,10 @@ cake_gdn_status run(const cake_gdn_problem *problem, cake_gdn_direction directio
         const cake_gdn_problem &p = checked(problem, direction);
 #if defined(CAKE_GDN_WITH_CUDA)
         if (p.backend == CAKE_GDN_CUDA) {
-            std::string message;
-            const cake_gdn_status status = cuda::run(p, direction, workspace, bytes, stream, message);
-            if (status != CAKE_GDN_OK) throw Failure(status, message);
+            on_device([&] {
+                check_workspace(workspace, bytes, size_t(cuda::workspace_size(p, direction)));
+                cuda::run(p, direction, workspace, stream);
+            });
             return;
         }
 #endif
@@ -99,9 +101,11 @@ const char *cake_gdn_last_error(void) { return api::last_error; }
 int64_t cake_gdn_state_slots(int64_t B, int64_t T) { return plan::state_slots(B, T); }
 
 int cake_gdn_state_dtype(int backend, int dtype) {
-    (void)backend;
+    if (backend == CAKE_GDN_CUDA) return dtype;
     return dtype == CAKE_GDN_FP64 ? CAKE_GDN_FP64 : CAKE_GDN_FP32;
 }
+
+int64_t cake_gdn_state_width(int backend, int64_t V) { return backend == CAKE_GDN_CUDA ? plan::row_width(V) : V; }
 
 cake_gdn_status cake_gdn_workspace_size(const cake_gdn_problem *problem, cake_gdn_direction direction, size_t *bytes) {
     return api::guarded([&] {
@@ -109,9 +113,7 @@ cake_gdn_status cake_gdn_workspace_size(const cake_gdn_problem *problem, cake_gd
         const cake_gdn_problem &p = api::checked(problem, direction);
 #if defined(CAKE_GDN_WITH_CUDA)
         if (p.backend == CAKE_GDN_CUDA) {
-            std::string message;
-            const cake_gdn_status status = cuda::workspace_size(p, direction, *bytes, message);
-            if (status != CAKE_GDN_OK) throw api::Failure(status, message);
+            api::on_device([&] { *bytes = size_t(cuda::workspace_size(p, direction)); });
             return;
         }
 #endif

@@ -71,6 +71,21 @@ public:
         return *this;
     }
 
+    const Field &contiguous(std::initializer_list<int64_t> sizes) const {
+        if (!present() || elements_ == 0) return *this;
+        int64_t expected = elements_;
+        int dimension = 0;
+        for (int64_t size : sizes) {
+            expected /= size;
+            if (size > 1 && tensor_.stride[dimension] != expected) {
+                invalid(std::string(name_) + " has stride " + text(tensor_.stride[dimension]) + " in dimension " +
+                        text(dimension) + "; it must be contiguous, with stride " + text(expected));
+            }
+            ++dimension;
+        }
+        return *this;
+    }
+
     // Every element's offset must fit in 64 bits.
     const Field &addressable(std::initializer_list<int64_t> sizes) const {
         if (!present() || elements_ == 0) return *this;
@@ -212,10 +227,9 @@ void check_problem(const cake_gdn_problem &p, cake_gdn_direction direction) {
         invalid("slots is " + text(p.slots) + "; with h " + (p.h.data ? "given" : "absent") + " it must be " +
                 text(slots));
     }
-    if (p.h.data != nullptr && (p.h.stride[3] != 1 || p.h.stride[2] != p.V || p.h.stride[1] != p.K * p.V ||
-                                p.h.stride[0] != p.HV * p.K * p.V)) {
-        invalid("h is not contiguous; it must be [slots, HV, K, V] without gaps");
-    }
+    const int64_t width = cake_gdn_state_width(p.backend, p.V);
+    Field("h", p.h, slots * p.HV * p.K * width).contiguous({slots, p.HV, p.K, width});
+    Field("A", p.A, tokens * p.HV * plan::kChunk).dtype(p.q.dtype, "like q").contiguous({p.B, p.T, p.HV, plan::kChunk});
     if (direction == CAKE_GDN_FORWARD) {
         Field("o", p.o, values).required().dtype(p.q.dtype, "like q").distinct({p.B, p.T, p.HV, p.V});
         Field("final_state", p.final_state, states)

@@ -1,7 +1,6 @@
 // The C entry points of the single GPU programs (cuda/stages.h), one a row of programs.def.
-#include "api/checks.hpp"
+#include "api/device.hpp"
 #include "api/guard.hpp"
-#include "cuda/device.hpp"
 #include "cuda/programs.hpp"
 
 namespace cake_gdn::api {
@@ -12,11 +11,7 @@ cake_gdn_status run_stage(const char *name, void (*run)(const Params &, void *),
                           void *stream) noexcept {
     return guarded([&] {
         if (params == nullptr) throw Failure(CAKE_GDN_INVALID_ARGUMENT, std::string(name) + ": params is NULL");
-        try {
-            run(*params, stream);
-        } catch (const cuda::Error &error) {
-            throw Failure(error.status, error.what());
-        }
+        on_device([&] { run(*params, stream); });
     });
 }
 

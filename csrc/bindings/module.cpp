@@ -28,7 +28,7 @@ namespace {
 
 #define TENSOR_FIELDS(X) \
     X(q) X(k) X(v) X(g) X(beta) X(A_log) X(dt_bias) X(initial_state) X(cu_seqlens) X(cu_seqlens_host) \
-    X(o) X(final_state) X(h) X(d_o) X(dht) X(dq) X(dk) X(dv) X(dg) X(dbeta) X(dA_log) X(ddt_bias) X(dh0)
+    X(o) X(final_state) X(h) X(A) X(d_o) X(dht) X(dq) X(dk) X(dv) X(dg) X(dbeta) X(dA_log) X(ddt_bias) X(dh0)
 
 #define CONSTANTS(X) \
     X(BF16) X(FP16) X(FP32) X(FP64) X(INT32) X(INT64) X(CPU) X(CUDA) X(FORWARD) X(BACKWARD) \
@@ -63,9 +63,8 @@ void check(cake_gdn_status status) {
 
 // ---- one field, from and to Python ----
 
-template <typename Integer>
+template <typename Integer, std::enable_if_t<std::is_integral_v<Integer>, int> = 0>
 void assign(Integer &field, const char *name, PyObject *value) {
-    static_assert(std::is_integral_v<Integer>);
     if (!PyLong_Check(value)) {
         raise(PyExc_TypeError, std::string(name) + " must be an int, not " + Py_TYPE(value)->tp_name);
     }
@@ -82,11 +81,13 @@ void assign(Integer &field, const char *name, PyObject *value) {
     field = static_cast<Integer>(number);
 }
 
-void assign(double &field, const char *, PyObject *value) {
-    field = PyFloat_AsDouble(value);
-    if (field == -1.0 && PyErr_Occurred()) {
+template <typename Real, std::enable_if_t<std::is_floating_point_v<Real>, int> = 0>
+void assign(Real &field, const char *, PyObject *value) {
+    const double number = PyFloat_AsDouble(value);
+    if (number == -1.0 && PyErr_Occurred()) {
         throw py::error_already_set();
     }
+    field = static_cast<Real>(number);
 }
 
 [[maybe_unused]] void *to_pointer(const char *name, PyObject *value) {
@@ -219,15 +220,19 @@ void run_stage(const Params &params, std::uintptr_t stream) {
     check(status);
 }
 
+// One class and one function a stage, from the lists of stages.h.
 void bind_stages(py::module_ &module) {
-    {
-        using Struct = cake_gdn_tables_params;
-        static const Field<Struct> fields[] = {CAKE_GDN_TABLES_PARAMS(STAGE_FIELD)};
-        bind_struct<Struct>(module, "TablesParams", "cake_gdn_tables_params of csrc/cuda/stages.h; pointers are ints.",
-                            fields, [](Struct &) {});
-        module.def("tables", &run_stage<cake_gdn_run_tables, Struct>, py::arg("params"), py::arg("stream"),
-                   "Chunk and segment tables from cu_seqlens. Releases the GIL.");
+#define BIND_STAGE(stage, STAGE, Params)                                                                           \
+    {                                                                                                              \
+        using Struct = cake_gdn_##stage##_params;                                                                  \
+        static const Field<Struct> fields[] = {CAKE_GDN_##STAGE##_PARAMS(STAGE_FIELD)};                            \
+        bind_struct<Struct>(module, Params, "Params of a stage of csrc/cuda/stages.h; pointers are ints.", fields, \
+                            [](Struct &) {});                                                                      \
+        module.def(#stage, &run_stage<cake_gdn_run_##stage, Struct>, py::arg("params"), py::arg("stream"),         \
+                   "Queues the stage on a stream. Releases the GIL.");                                             \
     }
+    CAKE_GDN_STAGES(BIND_STAGE)
+#undef BIND_STAGE
 }
 #endif
 
@@ -256,6 +261,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
     m.def("abi_version", &cake_gdn_abi_version, "CAKE_GDN_ABI_VERSION of the library.");
     m.def("build_info", &cake_gdn_build_info, "How the library was built: a JSON object.");
     m.def("state_slots", &cake_gdn_state_slots, py::arg("B"), py::arg("T"), "Rows of the saved chunk states h.");
+    m.def("state_width", &cake_gdn_state_width, py::arg("backend"), py::arg("V"), "Elements of a row of h.");
     m.def("state_dtype", &cake_gdn_state_dtype, py::arg("backend"), py::arg("dtype"), "Element type of h.");
 
 #define CONSTANT(name) m.attr(#name) = static_cast<int>(CAKE_GDN_##name);

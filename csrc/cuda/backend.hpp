@@ -1,21 +1,22 @@
-// The GPU backend: runs a checked problem as a chain of programs. Free of toolkit headers.
+// The GPU backend: runs a checked problem as a chain of programs. Free of toolkit headers. Failures are thrown as Error
+// (device.hpp), which the C boundary turns into a status and a message; nothing runs on another backend instead.
 #pragma once
 
-#include <cstddef>
-#include <string>
+#include <cstdint>
 
 #include "cake_gdn_det/cake_gdn_det.h"
+#include "plan/plan.hpp"
 
 namespace cake_gdn::cuda {
 
-// Whether this build has the chain of programs that the operator needs; single programs run without it (stages.h).
-bool built();
+// Bytes of scratch. Throws for what the chain cannot run: it is asked before every run.
+int64_t workspace_size(const cake_gdn_problem &problem, cake_gdn_direction direction);
 
-// Queues `direction` on `stream`. A failure comes back as a status and a message, never as another backend's work.
-cake_gdn_status run(const cake_gdn_problem &problem, cake_gdn_direction direction, void *workspace,
-                    size_t workspace_bytes, void *stream, std::string &message);
+// Queues `direction` on `stream`; `workspace` has workspace_size bytes.
+void run(const cake_gdn_problem &problem, cake_gdn_direction direction, void *workspace, void *stream);
 
-cake_gdn_status workspace_size(const cake_gdn_problem &problem, cake_gdn_direction direction, size_t &bytes,
-                               std::string &message);
+// The order of the programs and what flows between them (chain.cpp).
+void run_chain(const cake_gdn_problem &problem, const plan::GpuPlan &plan, cake_gdn_direction direction,
+               void *workspace, void *stream);
 
 }  // namespace cake_gdn::cuda

@@ -19,11 +19,14 @@ inline void check(cudaError_t result, const char *what, const std::string &where
                                            cudaGetErrorName(result) + ", " + cudaGetErrorString(result));
 }
 
-// What a failure message says about a launch.
+// What a failure message says about a launch. The text is made only when there is a failure.
+template <class Text>
 struct Site {
-    const char *program;    // row of programs.def
-    std::string arguments;  // of the stage, as text
+    const char *program;  // row of programs.def
+    Text arguments;       // () -> the stage's arguments as text
 };
+template <class Text>
+Site(const char *, Text) -> Site<Text>;
 
 // Throws Error(CAKE_GDN_UNSUPPORTED) when this build has no code of `program` for the device.
 void require_code(const char *program, const Traits &traits);
@@ -35,11 +38,11 @@ struct Shape {
 };
 
 // Launches kernel(arguments...) on `stream`, whose device is current.
-template <class... Parameters>
-void launch(const Site &site, const Traits &traits, const Shape &shape, void *stream, void (*kernel)(Parameters...),
-            Parameters... arguments) {
+template <class Text, class... Parameters>
+void launch(const Site<Text> &site, const Traits &traits, const Shape &shape, void *stream,
+            void (*kernel)(Parameters...), Parameters... arguments) {
     const auto where = [&] {
-        return std::string(site.program) + "(" + site.arguments + "), grid " + std::to_string(shape.blocks) +
+        return std::string(site.program) + "(" + site.arguments() + "), grid " + std::to_string(shape.blocks) +
                ", block " + std::to_string(shape.threads) + ", shared memory " + std::to_string(shape.shared_memory) +
                ", device " + std::to_string(traits.device);
     };

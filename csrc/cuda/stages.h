@@ -35,18 +35,6 @@ typedef struct cake_gdn_segment {
     int32_t chunks;   /* 0 for an empty sequence and past the last segment */
 } cake_gdn_segment;
 
-/* Entries of the chunk and the segment table that suffice for any offsets: functions of shapes only, reached by some
- * layout. `tokens` is B * T. Every non-empty sequence takes one chunk with its first token, and another one with each
- * further 64 tokens; every sequence takes one segment, and another one with each further 64 * segment_chunks tokens. */
-static inline int64_t cake_gdn_tables_max_chunks(int64_t tokens, int64_t N) {
-    const int64_t filled = N < tokens ? N : tokens;
-    return filled + (tokens - filled) / CAKE_GDN_CHUNK;
-}
-
-static inline int64_t cake_gdn_tables_max_segments(int64_t tokens, int64_t N, int64_t segment_chunks) {
-    return N + (tokens > 0 ? (tokens - 1) / CAKE_GDN_CHUNK / segment_chunks : 0);
-}
-
 /* Offsets on the device cannot be checked by the host, so none is trusted: offset n is replaced by the largest of the
  * offsets 0..n, each clamped to [0, T]. Right offsets are unchanged; wrong ones give disjoint sequences inside the
  * tensors. Tokens outside [offsets[0], offsets[N]) belong to no sequence.
@@ -68,11 +56,291 @@ static inline int64_t cake_gdn_tables_max_segments(int64_t tokens, int64_t N, in
     X(cake_gdn_chunk *, chunks)     /* out [max_chunks], 16-byte aligned */                                    \
     X(cake_gdn_segment *, segments) /* out [max_segments], 16-byte aligned */
 
-typedef struct cake_gdn_tables_params {
-    CAKE_GDN_TABLES_PARAMS(CAKE_GDN_PARAMS_FIELD)
-} cake_gdn_tables_params;
+/* ---- the chain --------------------------------------------------------------------------------------------------
+ * Every program of the chain works on the chunk table and on one slice of the value heads: the `heads` heads from
+ * `head_begin` on. Per-token scalars are [HV, B * T]; intermediates of a slice are [B * T, heads, W] with W = K or V
+ * rounded up to 8 elements (CAKE_GDN_WIDTH), columns past K or V zero. User tensors keep their strides.
+ *
+ * The backward's programs after the scans may run over slices of the scans' slice: what the scans left (v_new, du, dh)
+ * holds the `stored_heads` heads from `stored_begin` on. For every other program the two slices are the same. */
 
-CAKE_GDN_API cake_gdn_status cake_gdn_run_tables(const cake_gdn_tables_params *params, void *stream);
+/* Elements of a padded row: 16 bytes. */
+#define CAKE_GDN_WIDTH(columns) (((columns) + 7) / 8 * 8)
+
+#define CAKE_GDN_CHAIN(X)                                                                               \
+    X(int32_t, device)                                                                                  \
+    X(int32_t, dtype) /* of q, k, v and of every 16-bit intermediate: CAKE_GDN_BF16 or CAKE_GDN_FP16 */ \
+    X(int64_t, B)                                                                                       \
+    X(int64_t, T)                                                                                       \
+    X(int64_t, N)                                                                                       \
+    X(int64_t, H)                                                                                       \
+    X(int64_t, HV)                                                                                      \
+    X(int64_t, K)                                                                                       \
+    X(int64_t, V)                                                                                       \
+    X(int64_t, head_begin)                                                                              \
+    X(int64_t, heads)                                                                                   \
+    X(int64_t, stored_begin)                                                                            \
+    X(int64_t, stored_heads)                                                                            \
+    X(int64_t, max_chunks)                                                                              \
+    X(const cake_gdn_chunk *, chunks)  /* [max_chunks], from tables */                                  \
+    X(const int64_t *, sequence_chunk) /* [N + 1], from tables */
+
+/* Rows of a [B, T, heads, columns] tensor: unit last stride, rows 16-byte aligned; strides in elements. */
+#define CAKE_GDN_ROWS(X, name) X(void *, name) X(int64_t, name##_batch) X(int64_t, name##_token) X(int64_t, name##_head)
+
+/* A user's state [N, HV, K, V], any floating dtype, any strides (in elements; swap k and v for [N, HV, V, K]); NULL: zeros. */
+#define CAKE_GDN_STATE(X, name) \
+    X(void *, name)             \
+    X(int32_t, name##_dtype)    \
+    X(int64_t, name##_sequence) \
+    X(int64_t, name##_head)     \
+    X(int64_t, name##_k)        \
+    X(int64_t, name##_v)
+
+#define CAKE_GDN_GATES(X)                                                                          \
+    X(const float *, cum)     /* [HV, B * T] in-chunk cumulative log decay since the last reset */ \
+    X(const uint8_t *, reset) /* [HV, B * T] last reset at or before the token, index in the chunk plus one; 0: none */
+
+/* pack: rows of any stride -> contiguous [B * T, heads, W], normalised on the way when asked for. */
+#define CAKE_GDN_PACK_PARAMS(X)                            \
+    X(int32_t, device)                                     \
+    X(int32_t, dtype)                                      \
+    X(int32_t, normalise) /* x * rsqrt(sum(x^2) + 1e-6) */ \
+    X(int64_t, B)                                          \
+    X(int64_t, T)                                          \
+    X(int64_t, heads)                                      \
+    X(int64_t, columns)                                    \
+    X(const void *, x) /* [B, T, heads, columns] */        \
+    X(int64_t, x_batch)                                    \
+    X(int64_t, x_token)                                    \
+    X(int64_t, x_head)                                     \
+    X(int64_t, x_column)                                   \
+    X(void *, out)   /* [B * T, heads, W] */               \
+    X(float *, rstd) /* [B * T, heads], with normalise; may be NULL */
+
+/* The gate's and the step size's inputs, and what is done to them. */
+#define CAKE_GDN_GATE_INPUTS(X)                                                        \
+    X(uint32_t, flags) /* CAKE_GDN_GATE, CAKE_GDN_BETA_SIGMOID, CAKE_GDN_NEG_EIGVAL */ \
+    X(const void *, g) /* [B, T, HV] */                                                \
+    X(int32_t, g_dtype)                                                                \
+    X(int64_t, g_batch)                                                                \
+    X(int64_t, g_token)                                                                \
+    X(int64_t, g_head)                                                                 \
+    X(const void *, beta) /* [B, T, HV] */                                             \
+    X(int32_t, beta_dtype)                                                             \
+    X(int64_t, beta_batch)                                                             \
+    X(int64_t, beta_token)                                                             \
+    X(int64_t, beta_head)                                                              \
+    X(const void *, A_log) /* [HV], with CAKE_GDN_GATE */                              \
+    X(int32_t, A_log_dtype)                                                            \
+    X(int64_t, A_log_stride)                                                           \
+    X(const void *, dt_bias) /* [HV], optional */                                      \
+    X(int32_t, dt_bias_dtype)                                                          \
+    X(int64_t, dt_bias_stride)
+
+/* prep: cumulative gates and step sizes of all value heads. */
+#define CAKE_GDN_PREP_PARAMS(X)               \
+    CAKE_GDN_CHAIN(X)                         \
+    CAKE_GDN_GATE_INPUTS(X)                   \
+    X(float *, cum)     /* out [HV, B * T] */ \
+    X(uint8_t *, reset) /* out [HV, B * T] */ \
+    X(float *, step)    /* out [HV, B * T]: the step size beta after the sigmoid, fp32 */
+
+/* wy: A = (I + tril(beta_i G_ij k_i.k_j, -1))^-1, w = A (beta e k), u = A (beta v). */
+#define CAKE_GDN_WY_PARAMS(X)                                                                            \
+    CAKE_GDN_CHAIN(X)                                                                                    \
+    CAKE_GDN_ROWS(X, k)                                                                                  \
+    CAKE_GDN_ROWS(X, v)                                                                                  \
+    CAKE_GDN_GATES(X)                                                                                    \
+    X(const float *, step) /* [HV, B * T] */                                                             \
+    X(void *, A)           /* out [B * T, HV, 64]: rows of the inverses, global heads; NULL: unwanted */ \
+    X(void *, w)           /* out slice [.., K] */                                                       \
+    X(void *, u)           /* out slice [.., V] */
+
+/* wy_recompute: w and v_new = u - w h from the saved A and h, for the backward: the forward's bits. */
+#define CAKE_GDN_WY_RECOMPUTE_PARAMS(X)                                                              \
+    CAKE_GDN_CHAIN(X)                                                                                \
+    CAKE_GDN_ROWS(X, k)                                                                              \
+    CAKE_GDN_ROWS(X, v)                                                                              \
+    CAKE_GDN_GATES(X)                                                                                \
+    CAKE_GDN_STATE(X, initial_state)                                                                 \
+    X(const float *, step) /* [HV, B * T] */                                                         \
+    X(const void *, A)     /* [B * T, HV, 64] */                                                     \
+    X(const void *, h)     /* [slots, HV, K, W of V]; NULL: v_new gets u, the scan will finish it */ \
+    X(void *, w)           /* out slice [.., K] */                                                   \
+    X(void *, v_new)       /* out slice [.., V] */
+
+/* fwd_scan: h_{c+1} = e_last h_c + k^T (d v_new), v_new = u - w h_c, in the order of the chunks. */
+#define CAKE_GDN_FWD_SCAN_PARAMS(X)                                                                           \
+    CAKE_GDN_CHAIN(X)                                                                                         \
+    CAKE_GDN_ROWS(X, k)                                                                                       \
+    CAKE_GDN_GATES(X)                                                                                         \
+    CAKE_GDN_STATE(X, initial_state)                                                                          \
+    CAKE_GDN_STATE(X, final_state) /* out fp32; NULL: not wanted */                                           \
+    X(const void *, w)             /* slice */                                                                \
+    X(void *, u)                   /* slice, in: u, out: v_new */                                             \
+    X(void *, h)                   /* out [slots, h_heads, K, W of V]: states before non-first chunks */      \
+    X(int64_t, h_heads)            /* HV and h_begin = head_begin for the saved tensor, or the slice's own */ \
+    X(int64_t, h_begin)
+
+/* output: o = scale (e q h + tril(q k^T G) v_new). */
+#define CAKE_GDN_OUTPUT_PARAMS(X)        \
+    CAKE_GDN_CHAIN(X)                    \
+    X(float, scale)                      \
+    CAKE_GDN_ROWS(X, q)                  \
+    CAKE_GDN_ROWS(X, k)                  \
+    CAKE_GDN_GATES(X)                    \
+    CAKE_GDN_STATE(X, initial_state)     \
+    X(const void *, v_new) /* slice */   \
+    X(const void *, h)                   \
+    X(int64_t, h_heads)                  \
+    X(int64_t, h_begin)                  \
+    X(void *, o) /* out [B, T, HV, V] */ \
+    X(int64_t, o_batch)                  \
+    X(int64_t, o_token)                  \
+    X(int64_t, o_head)                   \
+    X(int64_t, o_column)
+
+/* dv_local: scale tril(q k^T G)^T do. */
+#define CAKE_GDN_DV_LOCAL_PARAMS(X) \
+    CAKE_GDN_CHAIN(X)               \
+    X(float, scale)                 \
+    CAKE_GDN_ROWS(X, q)             \
+    CAKE_GDN_ROWS(X, k)             \
+    CAKE_GDN_ROWS(X, d_o)           \
+    CAKE_GDN_GATES(X)               \
+    X(void *, dv) /* out slice [.., V] */
+
+/* adjoint_scan: against the order of the chunks, dh the gradient of the state after the chunk:
+ * du = dv_local + d (k dh);  dh <- e_last dh + scale q^T (e do) - w^T du. */
+#define CAKE_GDN_ADJOINT_SCAN_PARAMS(X)                       \
+    CAKE_GDN_CHAIN(X)                                         \
+    X(float, scale)                                           \
+    CAKE_GDN_ROWS(X, q)                                       \
+    CAKE_GDN_ROWS(X, k)                                       \
+    CAKE_GDN_ROWS(X, d_o)                                     \
+    CAKE_GDN_GATES(X)                                         \
+    CAKE_GDN_STATE(X, dht)                                    \
+    CAKE_GDN_STATE(X, dh0) /* out fp32; NULL: not wanted */   \
+    X(const void *, w)     /* slice */                        \
+    X(void *, dv)          /* slice, in: dv_local, out: du */ \
+    X(void *, dh)          /* out [slots, heads, K, W of V]: slot s holds the gradient of the state in h's slot s */
+
+/* dqkwg: what reaches q and k through the output and the state, dw, and their share of the gate's gradient. */
+#define CAKE_GDN_DQKWG_PARAMS(X)                               \
+    CAKE_GDN_CHAIN(X)                                          \
+    X(float, scale)                                            \
+    CAKE_GDN_ROWS(X, q)                                        \
+    CAKE_GDN_ROWS(X, k)                                        \
+    CAKE_GDN_ROWS(X, d_o)                                      \
+    CAKE_GDN_GATES(X)                                          \
+    CAKE_GDN_STATE(X, initial_state)                           \
+    CAKE_GDN_STATE(X, dht)                                     \
+    X(const void *, v_new) /* stored slice */                  \
+    X(const void *, du)    /* stored slice */                  \
+    X(const void *, h)                                         \
+    X(int64_t, h_heads)                                        \
+    X(int64_t, h_begin)                                        \
+    X(const void *, dh) /* [slots, stored_heads, K, W of V] */ \
+    X(void *, dq)       /* out slice [.., K] */                \
+    X(void *, dk)       /* out slice [.., K] */                \
+    X(void *, dw)       /* out slice [.., K] */                \
+    X(float *, dcum)    /* out [HV, B * T]: gradient of cum, its share */
+
+/* wy_backward: through w = A (beta e k), u = A (beta v) and A. */
+#define CAKE_GDN_WY_BACKWARD_PARAMS(X)                                                   \
+    CAKE_GDN_CHAIN(X)                                                                    \
+    CAKE_GDN_ROWS(X, k)                                                                  \
+    CAKE_GDN_ROWS(X, v)                                                                  \
+    CAKE_GDN_GATES(X)                                                                    \
+    X(const float *, step) /* [HV, B * T] */                                             \
+    X(const void *, A)     /* [B * T, HV, 64] */                                         \
+    X(const void *, v_new) /* stored slice */                                            \
+    X(const void *, dw)    /* slice */                                                   \
+    X(const void *, du)    /* stored slice */                                            \
+    X(void *, dk)          /* slice, in: dqkwg's part, out: the value head's whole dk */ \
+    X(void *, dv)          /* out [B, T, HV, V]; NULL: not wanted */                     \
+    X(int64_t, dv_batch)                                                                 \
+    X(int64_t, dv_token)                                                                 \
+    X(int64_t, dv_head)                                                                  \
+    X(int64_t, dv_column)                                                                \
+    X(float *, dstep) /* out [HV, B * T]: gradient of the step size */                   \
+    X(float *, dcum)  /* in: dqkwg's share, out: the sum */
+
+/* finalize: dq or dk of one key head: the sum over its value heads in head order, through the normalisation. */
+#define CAKE_GDN_FINALIZE_PARAMS(X)                                                                                  \
+    X(int32_t, device)                                                                                               \
+    X(int32_t, dtype)                                                                                                \
+    X(int64_t, B)                                                                                                    \
+    X(int64_t, T)                                                                                                    \
+    X(int64_t, H)     /* key heads of this slice */                                                                  \
+    X(int64_t, group) /* value heads of a key head */                                                                \
+    X(int64_t, K)                                                                                                    \
+    X(const void *, parts) /* [B * T, H * group, W] */                                                               \
+    X(const void *, x)  /* [B * T, key heads in all, W] normalised rows from pack, from the slice's first head on; \
+                              NULL: no normalisation */ \
+    X(int64_t, x_heads) /* key heads in all */                                                                       \
+    X(const float *, rstd) /* [B * T, x_heads], from the slice's first head on; with x */                            \
+    X(void *, dx)          /* out [B, T, H, K] */                                                                    \
+    X(int64_t, dx_batch)                                                                                             \
+    X(int64_t, dx_token)                                                                                             \
+    X(int64_t, dx_head)                                                                                              \
+    X(int64_t, dx_column)
+
+/* gate_backward: dg from dcum by the reverse cumulative sum within the chunk, never across a reset, and the pullbacks of
+ * the in-kernel gate and sigmoid; each chunk's sums for dA_log and ddt_bias. */
+#define CAKE_GDN_GATE_BACKWARD_PARAMS(X)                                \
+    CAKE_GDN_CHAIN(X)                                                   \
+    CAKE_GDN_GATE_INPUTS(X)                                             \
+    CAKE_GDN_GATES(X)                                                   \
+    X(const float *, dcum)  /* [HV, B * T] */                           \
+    X(const float *, dstep) /* [HV, B * T] gradient of the step size */ \
+    X(void *, dg)           /* out [B, T, HV]; NULL: not wanted */      \
+    X(int32_t, dg_dtype)                                                \
+    X(int64_t, dg_batch)                                                \
+    X(int64_t, dg_token)                                                \
+    X(int64_t, dg_head)                                                 \
+    X(void *, dbeta) /* out [B, T, HV]; NULL: not wanted */             \
+    X(int32_t, dbeta_dtype)                                             \
+    X(int64_t, dbeta_batch)                                             \
+    X(int64_t, dbeta_token)                                             \
+    X(int64_t, dbeta_head)                                              \
+    X(float *, partials) /* out [max_chunks, HV, 2]: of dA_log and ddt_bias; NULL: not wanted */
+
+/* gate_reduce: dA_log and ddt_bias, the sum of the chunks' shares in a fixed order. */
+#define CAKE_GDN_GATE_REDUCE_PARAMS(X)                          \
+    CAKE_GDN_CHAIN(X)                                           \
+    X(const float *, partials) /* [max_chunks, HV, 2] */        \
+    X(void *, dA_log)          /* out [HV]; NULL: not wanted */ \
+    X(int32_t, dA_log_dtype)                                    \
+    X(int64_t, dA_log_stride)                                   \
+    X(void *, ddt_bias) /* out [HV]; NULL: not wanted */        \
+    X(int32_t, ddt_bias_dtype)                                  \
+    X(int64_t, ddt_bias_stride)
+
+/* Every stage: F(name, NAME, name of its Python class). */
+#define CAKE_GDN_STAGES(F)                                \
+    F(tables, TABLES, "TablesParams")                     \
+    F(pack, PACK, "PackParams")                           \
+    F(prep, PREP, "PrepParams")                           \
+    F(wy, WY, "WyParams")                                 \
+    F(wy_recompute, WY_RECOMPUTE, "WyRecomputeParams")    \
+    F(fwd_scan, FWD_SCAN, "FwdScanParams")                \
+    F(output, OUTPUT, "OutputParams")                     \
+    F(dv_local, DV_LOCAL, "DvLocalParams")                \
+    F(adjoint_scan, ADJOINT_SCAN, "AdjointScanParams")    \
+    F(dqkwg, DQKWG, "DqkwgParams")                        \
+    F(wy_backward, WY_BACKWARD, "WyBackwardParams")       \
+    F(finalize, FINALIZE, "FinalizeParams")               \
+    F(gate_backward, GATE_BACKWARD, "GateBackwardParams") \
+    F(gate_reduce, GATE_REDUCE, "GateReduceParams")
+
+#define CAKE_GDN_DECLARE_STAGE(name, NAME, Class)       \
+    typedef struct cake_gdn_##name##_params {           \
+        CAKE_GDN_##NAME##_PARAMS(CAKE_GDN_PARAMS_FIELD) \
+    } cake_gdn_##name##_params;                         \
+    CAKE_GDN_API cake_gdn_status cake_gdn_run_##name(const cake_gdn_##name##_params *params, void *stream);
+CAKE_GDN_STAGES(CAKE_GDN_DECLARE_STAGE)
 
 #ifdef __cplusplus
 }

@@ -23,7 +23,7 @@ int64_t product(int64_t first, Factors... factors) {
 }  // namespace
 
 Buffer Arena::place(int64_t bytes, int first, int last) {
-    Buffer buffer{0, round_up(bytes, kAlignment)};
+    Buffer buffer{0, round_up(bytes, alignment_)};
     auto at = placed_.begin();
     for (; at != placed_.end(); ++at) {
         const bool lives_meet = first <= at->last && at->first <= last;
@@ -39,6 +39,16 @@ Buffer Arena::place(int64_t bytes, int first, int last) {
 }
 
 namespace {
+
+// Stages of one chunk on the CPU, in the order in which they run; they bound the lives of the scratch buffers.
+enum CpuStage : int {
+    kScan,     // keys, gates, corrected values; in the forward also the output and the next state
+    kAdjoint,  // gradients of the corrected values and of the right-hand side
+    kScores,   // gradients of the two score products
+    kQuery,    // products with the chunk's starting state: dq, part of dk
+    kKey,      // products with the gradient of its final state: rest of dk
+    kEnd
+};
 
 // A thread below this many multiply-adds costs more to start than it saves.
 constexpr double kWorkPerThread = 4e6;

@@ -10,11 +10,12 @@
 
 namespace cake_gdn::plan {
 
-inline constexpr int64_t kChunk = 64;      // tokens of a chunk
-inline constexpr int64_t kAlignment = 64;  // bytes, of every buffer on the host: a cache line, the widest vector
+inline constexpr int64_t kChunk = 64;          // tokens of a chunk
+inline constexpr int64_t kAlignment = 64;      // bytes, of every buffer on the host: a cache line, the widest vector
+inline constexpr int64_t kGpuAlignment = 256;  // bytes, of every buffer on a device
 
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // The problem's scratch has more bytes than 64 bits count.
 struct TooLarge : std::length_error {
@@ -29,6 +30,9 @@ struct Shape {
     bool backward;
     bool saved_states;    // h given: written by the forward, read by the backward
     bool gate_gradients;  // dA_log or ddt_bias wanted
+    // On a GPU: which rows have to be copied before they can be read, because of their strides, their alignment or the
+    // in-kernel normalisation.
+    bool normalise, pack_qk, pack_v, pack_do;
 
     int64_t group() const { return HV / H; }
     // Most chunks that one sequence can have.
@@ -58,6 +62,7 @@ struct Buffer {
 // their lives do not meet. Placement is first fit in the order of the calls, so it is the same everywhere.
 class Arena {
 public:
+    explicit Arena(int64_t alignment = kAlignment) : alignment_(alignment) {}
     Buffer place(int64_t bytes, int first, int last);
     int64_t size() const { return size_; }
 
@@ -67,17 +72,8 @@ private:
         int first, last;
     };
     std::vector<Placed> placed_;  // sorted by offset
+    int64_t alignment_;
     int64_t size_ = 0;
-};
-
-// Stages of one chunk on the CPU, in the order in which they run; they bound the lives of the scratch buffers.
-enum CpuStage : int {
-    kScan,     // keys, gates, corrected values; in the forward also the output and the next state
-    kAdjoint,  // gradients of the corrected values and of the right-hand side
-    kScores,   // gradients of the two score products
-    kQuery,    // products with the chunk's starting state: dq, part of dk
-    kKey,      // products with the gradient of its final state: rest of dk
-    kEnd
 };
 
 // Scratch of one host thread: row-major matrices of the state's type, rows padded to kAlignment bytes.
@@ -107,5 +103,44 @@ struct CpuPlan {
 
 // Throws TooLarge.
 CpuPlan plan_cpu(const Shape &shape, const Traits &traits);
+
+// ---- the GPU chain ----------------------------------------------------------------------------------------------
+
+// Elements of a padded row of an intermediate: 16 bytes of 16-bit elements (CAKE_GDN_WIDTH of cuda/stages.h).
+static constexpr int64_t row_width(int64_t columns) { return round_up(columns, 8); }
+
+// Entries of the chunk and the segment table that suffice for any offsets, reached by some. Every non-empty sequence takes
+// one chunk with its first token, and another one with each further 64 tokens; every sequence takes one segment, and
+// another one with each further 64 * segment_chunks tokens.
+static inline int64_t table_chunks(int64_t tokens, int64_t N) {
+    const int64_t filled = std::min(N, tokens);
+    return filled + (tokens - filled) / kChunk;
+}
+static inline int64_t table_segments(int64_t tokens, int64_t N, int64_t segment_chunks) {
+    return N + (tokens > 0 ? (tokens - 1) / kChunk / segment_chunks : 0);
+}
+
+// A run of value heads, always whole groups.
+struct HeadSlices {
+    int64_t heads;  // of one slice; the last may have fewer
+};
+
+struct GpuPlan {
+    int64_t segment_chunks;  // chunks of a full segment of the tables
+    int64_t max_chunks, max_segments;
+    HeadSlices scan;  // value heads whose states and corrected values are held at a time
+    HeadSlices tail;  // of those, the heads whose parts of dq and dk are held at a time (backward)
+    // Tables.
+    Buffer offsets, sequence_chunk, sequence_segment, chunks, segments;
+    // Per token and value head, of all heads; packed rows of all heads.
+    Buffer cum, reset, step, q, k, v, d_o, q_rstd, k_rstd, dcum, dstep, partials;
+    // Of a scan slice: [B * T, heads, W] or [slots, heads, K, W].
+    Buffer A, w, u, h, dv, dh;
+    // Of a tail slice.
+    Buffer dq, dk, dw;
+    int64_t bytes;
+};
+
+GpuPlan plan_gpu(const Shape &shape);
 
 }  // namespace cake_gdn::plan

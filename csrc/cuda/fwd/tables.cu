@@ -30,6 +30,7 @@
 #include "cuda/launch.hpp"
 #include "cuda/programs.hpp"
 #include "cuda/tile/scan.cuh"
+#include "plan/plan.hpp"
 
 namespace cake_gdn::cuda {
 
@@ -182,9 +183,9 @@ int64_t checked_tokens(const cake_gdn_tables_params &p) {
     if (p.segment_chunks < 1 || p.segment_chunks > INT32_MAX) {
         reject("segment_chunks: got " + text(p.segment_chunks) + ", must be from 1 to 2147483647");
     }
-    const int64_t chunks = cake_gdn_tables_max_chunks(tokens, p.N);
+    const int64_t chunks = plan::table_chunks(tokens, p.N);
     if (p.max_chunks < chunks) reject("max_chunks: got " + text(p.max_chunks) + ", needs " + text(chunks));
-    const int64_t segments = cake_gdn_tables_max_segments(tokens, p.N, p.segment_chunks);
+    const int64_t segments = plan::table_segments(tokens, p.N, p.segment_chunks);
     if (p.max_segments < segments) reject("max_segments: got " + text(p.max_segments) + ", needs " + text(segments));
     if (p.max_chunks > kMaxTokens || p.max_segments > kMaxTokens) reject("max_chunks, max_segments: at most 2^62");
     if (!p.offsets || !p.sequence_chunk || !p.sequence_segment || (!p.chunks && p.max_chunks > 0) ||
@@ -204,9 +205,11 @@ void run_tables(const cake_gdn_tables_params &p, void *stream) {
     const Traits &device = traits(p.device);
     require_code("tables", device);
     const DeviceGuard guard(p.device);
-    const Site site = {"tables", "B=" + std::to_string(p.B) + ", T=" + std::to_string(p.T) +
-                                     ", N=" + std::to_string(p.N) + (p.cu_seqlens ? ", packed" : ", dense") +
-                                     ", segment_chunks=" + std::to_string(p.segment_chunks)};
+    const Site site{"tables", [&] {
+                        return "B=" + std::to_string(p.B) + ", T=" + std::to_string(p.T) +
+                               ", N=" + std::to_string(p.N) + (p.cu_seqlens ? ", packed" : ", dense") +
+                               ", segment_chunks=" + std::to_string(p.segment_chunks);
+                    }};
     const Layout layout = {p.cu_seqlens, p.cu_seqlens_dtype == CAKE_GDN_INT64, p.T, tokens, p.N, p.segment_chunks};
     launch(site, device, {1, kThreads}, stream, tables_scan, layout, p.offsets, p.sequence_chunk, p.sequence_segment);
     const int64_t entries = p.max_chunks + p.max_segments;

@@ -108,11 +108,14 @@ typedef struct cake_gdn_problem {
     cake_gdn_tensor o;           /* [B, T, HV, V], dtype of q */
     cake_gdn_tensor final_state; /* like initial_state, fp32 (fp64 for fp64 inputs), optional */
 
-    /* Chunk-start states of all chunks but the first of each sequence: [slots, HV, K, V], contiguous, dtype
-     * cake_gdn_state_dtype(backend, q.dtype). The chunk that starts at token t of the batch row b is slot
+    /* Chunk-start states of all chunks but the first of each sequence: [slots, HV, K, W], contiguous, W =
+     * cake_gdn_state_width(backend, V), dtype cake_gdn_state_dtype(backend, q.dtype). The chunk that starts at token t of the batch row b is slot
      * b * ((T - 1) / 64) + t / 64 - 1; slots that no chunk owns are zero. Optional: given to the forward it is
      * written, given to the backward it is read; without it the backward recomputes the states, to the same bits. */
     cake_gdn_tensor h;
+    /* Saved and read like h, on a GPU only (the CPU leaves it alone): the chunks' inverses, [B, T, HV, 64], contiguous,
+     * dtype of q. Goes with h. */
+    cake_gdn_tensor A;
 
     /* Inputs of the backward: gradients of the outputs. Absent means zero. */
     cake_gdn_tensor d_o; /* like o */
@@ -140,6 +143,9 @@ CAKE_GDN_API int64_t cake_gdn_state_slots(int64_t B, int64_t T);
 
 /* Element type of `h`, a cake_gdn_dtype, for inputs of `dtype` on `backend`. */
 CAKE_GDN_API int cake_gdn_state_dtype(int backend, int dtype);
+
+/* Elements of a row of `h`: V, or what the backend rounds it up to. */
+CAKE_GDN_API int64_t cake_gdn_state_width(int backend, int64_t V);
 
 /* Scratch bytes that the call needs; on a GPU they must start at a multiple of 256. A function of shapes, dtypes, options and the
  * device; reads no tensor. */

@@ -376,7 +376,7 @@ def _options() -> tuple[Rule, ...]:
             "plan",
             ValueError,
             lambda x, c: x is None,
-            lambda x, c: f"is {x!r}, must be None: the CPU engine has no plan choices to pin ({BUILD})",
+            lambda x, c: f"is {x!r}, must be None: this build has no plan choices to pin ({BUILD})",
         ),
     )
 

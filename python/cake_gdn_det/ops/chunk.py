@@ -49,12 +49,12 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         scale: float,
         flags: int,
         output_final_state: bool,
-        save_h: bool,
+        save: bool,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-        o, final_state, h = forward(*inputs, scale, flags, output_final_state, save_h)
+        o, final_state, h, A = forward(*inputs, scale, flags, output_final_state, save)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, h if save_h else None)
+        ctx.save_for_backward(*inputs, *((h, A) if save else (None, None)))
         ctx.scale = scale
         ctx.flags = flags
         return o, final_state if output_final_state else None
@@ -110,9 +110,11 @@ def chunk_gated_delta_rule(
     with the WY form of the products of Householder-like matrices (arXiv:2406.06484), in fp32 (fp64 for fp64 inputs).
 
     Args:
-        q: Queries [B, T, H, K]; bf16, fp16, fp32, or (on the CPU) fp64. K is 1 to 512. T = 0 is legal.
+        q: Queries [B, T, H, K]; bf16 or fp16, on the CPU also fp32 or fp64. K is 1 to 128 on a GPU, 1 to 512 on the
+            CPU. T = 0 is legal.
         k: Keys, shape, dtype and device of q.
-        v: Values [B, T, HV, V], dtype of q; HV is a positive multiple of H, V is 1 to 512.
+        v: Values [B, T, HV, V], dtype of q; HV is a positive multiple of H, V is 1 to 128 or
+            512 like K.
         g: Log decays [B, T, HV] (natural logarithm, no unit), usually <= 0, any real; -inf is a full reset, with zero
             gradient through the gate. With `use_gate_in_kernel` the gate's input. Any of the four dtypes.
         beta: Step sizes [B, T, HV]; with `use_beta_sigmoid_in_kernel` their logits. Any of the four dtypes.
@@ -137,11 +139,11 @@ def chunk_gated_delta_rule(
         chunk_size: 16, 32 or 64, accepted for compatibility: the internal tile does not depend on it.
         backend: "auto" (where the tensors are), "cpu" or "cuda"; must agree with the tensors' device.
         batch_invariant: A sequence's bits depend on that sequence alone, however it is batched or packed. Always so
-            on the CPU.
-        save_state: Keep the chunk states, [B * ((T - 1) // 64), HV, K, V] in fp32 (fp64 for fp64 inputs) on the CPU,
-            for the backward (True), recompute them there (False), or let the backend decide (None; on the CPU they
-            are kept). They are kept only while a gradient is needed. The bits are the same.
-        plan: A string that pins the choices of a plan. The CPU engine has none: must be None.
+            in this version.
+        save_state: Keep the chunk states, [B * ((T - 1) // 64), HV, K, V], for the backward (True), recompute them
+            there (False), or let the backend decide (None: they are kept). In fp32 (fp64 for fp64 inputs) on the CPU,
+            in q's dtype on a GPU. They are kept only while a gradient is needed. The bits are the same.
+        plan: A string that pins the choices of a plan. No backend of this version has any: must be None.
 
     Returns:
         o: [B, T, HV, V], contiguous, dtype of q.

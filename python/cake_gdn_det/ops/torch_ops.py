@@ -20,7 +20,7 @@ INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
 """The fields of _C.Problem for their gradients."""
 
-_OTHERS = ("cu_seqlens", "cu_seqlens_host", "h")
+_OTHERS = ("cu_seqlens", "cu_seqlens_host", "h", "A")
 
 _INPUT_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
@@ -29,12 +29,13 @@ _INPUT_SCHEMA = (
 _LIBRARY = torch.library.Library("cake_gdn_det", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _LIBRARY.define(
-    f"forward({_INPUT_SCHEMA}, float scale, int flags, bool output_final_state, bool save_h) "
-    "-> (Tensor o, Tensor final_state, Tensor h)",
+    f"forward({_INPUT_SCHEMA}, float scale, int flags, bool output_final_state, bool save) "
+    "-> (Tensor o, Tensor final_state, Tensor h, Tensor A)",
     tags=_TAGS,
 )
 _LIBRARY.define(
-    f"backward(Tensor? d_o, Tensor? dht, {_INPUT_SCHEMA}, Tensor? h, float scale, int flags, bool[] needs) -> Tensor[]",
+    f"backward(Tensor? d_o, Tensor? dht, {_INPUT_SCHEMA}, Tensor? h, Tensor? A, float scale, int flags, bool[] needs) "
+    "-> Tensor[]",
     tags=_TAGS,
 )
 forward = torch.ops.cake_gdn_det.forward.default
@@ -62,14 +63,19 @@ _Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None
 # ---- shapes: fake kernels, and allocation for the real ones ----
 
 
-def saved_shapes(B: int, T: int, HV: int, K: int, V: int) -> tuple[int, int, int, int]:
-    """Shape of h, the chunk-start states that the forward keeps: [slots, HV, K, V].
+def saved_shapes(
+    B: int, T: int, HV: int, K: int, V: int, backend: int = _C.CPU
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of what the forward keeps for the backward: h [slots, HV, K, W], the chunk-start states, and, on a GPU
+    only, A [B, T, HV, 64], the chunks' inverses.
 
-    The closed form of cake_gdn_state_slots, which the library checks; it works for symbolic B and T. (Torch guards on
-    sizes 0 and 1: a compiled model has one graph for no slot, one for one slot and one for all longer inputs.)
+    The closed forms of cake_gdn_state_slots and cake_gdn_state_width, which the library checks; they work for symbolic
+    B and T. (Torch guards on sizes 0 and 1: a compiled model has one graph for no slot, one for one slot and one for
+    all longer inputs.)
     """
     last = max(T - 1, 0) if type(T) is int else torch.sym_max(T - 1, 0)
-    return (B * (last // _C.CHUNK), HV, K, V)
+    h = (B * (last // _C.CHUNK), HV, K, _C.state_width(backend, V))
+    return h, (B, T, HV, _C.CHUNK) if backend == _C.CUDA else (0,)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -90,8 +96,8 @@ def _forward_outputs(
     scale: float,
     flags: int,
     output_final_state: bool,
-    save_h: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, T, HV, V = v.shape
     K = q.shape[3]
     dtype = q.dtype
@@ -102,9 +108,9 @@ def _forward_outputs(
         final_state = q.new_empty(state, dtype=_wide(dtype))
     else:
         final_state = q.new_empty(0, dtype=_wide(dtype))
-    h_dtype = _STATE_DTYPES[q.device.type, dtype]
-    h = q.new_empty(saved_shapes(B, T, HV, K, V) if save_h else 0, dtype=h_dtype)
-    return o, final_state, h
+    h_shape, A_shape = saved_shapes(B, T, HV, K, V, _BACKENDS[q.device.type]) if save else ((0,), (0,))
+    h = q.new_empty(h_shape, dtype=_STATE_DTYPES[q.device.type, dtype])
+    return o, final_state, h, q.new_empty(A_shape)
 
 
 def _backward_outputs(
@@ -121,6 +127,7 @@ def _backward_outputs(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     h: Tensor | None,
+    A: Tensor | None,
     scale: float,
     flags: int,
     needs: list[bool],
@@ -141,6 +148,7 @@ def _problem(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     h: Tensor | None,
+    A: Tensor | None,
     scale: float,
     flags: int,
     results: dict[str, Tensor | None],
@@ -163,7 +171,7 @@ def _problem(
         "N": B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         "slots": 0 if h is None else h.shape[0],
     }
-    others = (cu_seqlens, cu_seqlens_cpu, h)
+    others = (cu_seqlens, cu_seqlens_cpu, h, A)
     for names, tensors in ((INPUTS, inputs), (_OTHERS, others), (results.keys(), results.values())):
         for name, tensor in zip(names, tensors, strict=True):
             if tensor is not None:
@@ -222,15 +230,16 @@ def _forward(
     scale: float,
     flags: int,
     output_final_state: bool,
-    save_h: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+    save: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     _refuse_tracked(*inputs)
-    outputs = _forward_outputs(*inputs, cu_seqlens, cu_seqlens_cpu, scale, flags, output_final_state, save_h)
-    o, final_state, h = outputs
+    outputs = _forward_outputs(*inputs, cu_seqlens, cu_seqlens_cpu, scale, flags, output_final_state, save)
+    o, final_state, h, A = outputs
     cu_seqlens, cu_seqlens_cpu = _offsets(cu_seqlens, cu_seqlens_cpu, q)
     results: dict[str, Tensor | None] = {"o": o, "final_state": final_state if output_final_state else None}
-    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, h if save_h else None, scale, flags, results)
+    saved = (h, A) if save else (None, None)
+    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, *saved, scale, flags, results)
     _run(problem, _C.FORWARD, q)
     return outputs
 
@@ -249,13 +258,14 @@ def _backward(
     cu_seqlens: Tensor | None,
     cu_seqlens_cpu: Tensor | None,
     h: Tensor | None,
+    A: Tensor | None,
     scale: float,
     flags: int,
     needs: list[bool],
 ) -> list[Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     _refuse_tracked(*inputs, d_o, dht)
-    gradients = _backward_outputs(d_o, dht, *inputs, cu_seqlens, cu_seqlens_cpu, h, scale, flags, needs)
+    gradients = _backward_outputs(d_o, dht, *inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, needs)
     results: dict[str, Tensor | None] = {"d_o": d_o, "dht": dht}
     wanted = iter(gradients)
     for name, x, need in zip(GRADIENTS, inputs, needs, strict=True):
@@ -266,7 +276,7 @@ def _backward(
     if dh0 is not None and dh0.dtype is not _wide(q.dtype):
         results["dh0"] = dh0.to(_wide(q.dtype))
     cu_seqlens, cu_seqlens_cpu = _offsets(cu_seqlens, cu_seqlens_cpu, q)
-    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, h, scale, flags, results)
+    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, results)
     _run(problem, _C.BACKWARD, q)
     if dh0 is not None and results["dh0"] is not dh0:
         dh0.copy_(results["dh0"])

@@ -78,9 +78,10 @@ class Mixer(nn.Module):
     def forward(self, x: Tensor, past: Tensor, cu_seqlens: Tensor) -> Tensor:
         """`x` [T, width], packed documents that start at `cu_seqlens`; `past` from it. Returns [T, width]."""
         qkv, gate, g, beta = self.in_proj(x).split(self.sizes, dim=-1)
-        q, k, v = (
-            part.unflatten(-1, (-1, self.head_dim))[None] for part in self.conv(qkv, past).split(self.qkv_sizes, dim=-1)
-        )
+        qkv = self.conv(qkv, past)
+        if qkv.is_cuda:
+            qkv = qkv.bfloat16()  # the GPU programs take 16-bit heads; gates and states stay fp32
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim))[None] for part in qkv.split(self.qkv_sizes, dim=-1))
         o, _ = chunk_gated_delta_rule(
             q,
             k,
@@ -94,7 +95,7 @@ class Mixer(nn.Module):
             dt_bias=self.dt_bias,
             cu_seqlens=cu_seqlens,
         )
-        o = self.norm(o[0]).flatten(-2) * nn.functional.silu(gate)
+        o = self.norm(o[0].to(gate.dtype)).flatten(-2) * nn.functional.silu(gate)
         return self.out_proj(o)
 
 

@@ -1,0 +1,333 @@
+// The operator on a GPU: the order of the programs and what flows between them. Host work is filling params structs; one
+// call queues everything on the caller's stream.
+#include "cuda/backend.hpp"
+#include "cuda/launch.hpp"
+#include "cuda/programs.hpp"
+#include "plan/plan.hpp"
+
+namespace cake_gdn::cuda {
+
+namespace {
+
+// The kernels' row width and the plan's are one.
+static_assert(plan::row_width(1) == CAKE_GDN_WIDTH(1) && plan::row_width(60) == CAKE_GDN_WIDTH(60) &&
+              plan::row_width(128) == CAKE_GDN_WIDTH(128));
+
+class Chain {
+public:
+    Chain(const cake_gdn_problem &problem, const plan::GpuPlan &plan, void *workspace, void *stream)
+        : p_(problem), plan_(plan), workspace_(static_cast<char *>(workspace)), stream_(stream) {}
+
+    void forward() {
+        prepare(false);
+        for (int64_t begin = 0; begin < p_.HV; begin += plan_.scan.heads) {
+            scan_begin_ = begin, scan_heads_ = std::min(plan_.scan.heads, p_.HV - begin);
+            head_begin_ = begin, heads_ = scan_heads_;
+            wy(p_.A.data);
+            fwd_scan(true);
+            output();
+        }
+    }
+
+    void backward() {
+        prepare(true);
+        for (int64_t begin = 0; begin < p_.HV; begin += plan_.scan.heads) {
+            scan_begin_ = begin, scan_heads_ = std::min(plan_.scan.heads, p_.HV - begin);
+            head_begin_ = begin, heads_ = scan_heads_;
+            if (p_.h.data) {
+                wy_recompute();
+            } else {
+                wy(at(plan_.A));
+                fwd_scan(false);
+            }
+            dv_local();
+            adjoint_scan();
+            const int64_t end = begin + scan_heads_;
+            for (head_begin_ = begin; head_begin_ < end; head_begin_ += heads_) {
+                heads_ = std::min(plan_.tail.heads, end - head_begin_);
+                dqkwg();
+                wy_backward();
+                finalize(p_.dq, at(plan_.dq), at(plan_.q), at(plan_.q_rstd));
+                finalize(p_.dk, at(plan_.dk), at(plan_.k), at(plan_.k_rstd));
+            }
+        }
+        gates_backward();
+    }
+
+private:
+    struct RowView {
+        void *data;
+        int64_t batch, token, head;
+    };
+
+    void *at(const plan::Buffer &b) const { return b.bytes > 0 ? workspace_ + b.offset : nullptr; }
+    template <class T>
+    T *as(const plan::Buffer &b) const {
+        return static_cast<T *>(at(b));
+    }
+    bool has(uint32_t flag) const { return p_.flags & flag; }
+    int64_t tokens() const { return p_.B * p_.T; }
+
+    // Fields that every program of the chain has.
+    template <class Params>
+    Params stage() const {
+        Params s{};
+        s.device = p_.device, s.dtype = p_.q.dtype;
+        s.B = p_.B, s.T = p_.T, s.N = p_.N, s.H = p_.H, s.HV = p_.HV, s.K = p_.K, s.V = p_.V;
+        s.head_begin = head_begin_, s.heads = heads_;
+        s.stored_begin = scan_begin_, s.stored_heads = scan_heads_;
+        s.max_chunks = plan_.max_chunks;
+        s.chunks = as<const cake_gdn_chunk>(plan_.chunks);
+        s.sequence_chunk = as<const int64_t>(plan_.sequence_chunk);
+        return s;
+    }
+
+    // A tensor's rows where they are, or where pack left them.
+    RowView rows(const cake_gdn_tensor &t, const plan::Buffer &packed, int64_t heads, int64_t columns) const {
+        if (packed.bytes == 0) return {t.data, t.stride[0], t.stride[1], t.stride[2]};
+        const int64_t width = plan::row_width(columns);
+        return {at(packed), p_.T * heads * width, heads * width, width};
+    }
+    RowView q() const { return rows(p_.q, plan_.q, p_.H, p_.K); }
+    RowView k() const { return rows(p_.k, plan_.k, p_.H, p_.K); }
+    RowView v() const { return rows(p_.v, plan_.v, p_.HV, p_.V); }
+    RowView d_o() const { return rows(p_.d_o, plan_.d_o, p_.HV, p_.V); }
+
+#define CAKE_GDN_SET_ROWS(s, name) \
+    (s.name = name().data, s.name##_batch = name().batch, s.name##_token = name().token, s.name##_head = name().head)
+#define CAKE_GDN_SET_STATE(s, name, tensor)                                                                 \
+    (s.name = (tensor).data, s.name##_dtype = (tensor).dtype, s.name##_sequence = (tensor).stride[0],       \
+     s.name##_head = (tensor).stride[1], s.name##_k = (tensor).stride[has(CAKE_GDN_STATE_V_FIRST) ? 3 : 2], \
+     s.name##_v = (tensor).stride[has(CAKE_GDN_STATE_V_FIRST) ? 2 : 3])
+#define CAKE_GDN_SET_OUTPUT(s, name, tensor)                                                           \
+    (s.name = (tensor).data, s.name##_batch = (tensor).stride[0], s.name##_token = (tensor).stride[1], \
+     s.name##_head = (tensor).stride[2], s.name##_column = (tensor).stride[3])
+
+    template <class Params>
+    void set_gates(Params &s) const {
+        s.cum = as<const float>(plan_.cum);
+        s.reset = as<const uint8_t>(plan_.reset);
+    }
+    template <class Params>
+    void set_gate_inputs(Params &s) const {
+        s.flags = p_.flags & (CAKE_GDN_GATE | CAKE_GDN_BETA_SIGMOID | CAKE_GDN_NEG_EIGVAL);
+        s.g = p_.g.data, s.g_dtype = p_.g.dtype;
+        s.g_batch = p_.g.stride[0], s.g_token = p_.g.stride[1], s.g_head = p_.g.stride[2];
+        s.beta = p_.beta.data, s.beta_dtype = p_.beta.dtype;
+        s.beta_batch = p_.beta.stride[0], s.beta_token = p_.beta.stride[1], s.beta_head = p_.beta.stride[2];
+        s.A_log = p_.A_log.data, s.A_log_dtype = p_.A_log.dtype, s.A_log_stride = p_.A_log.stride[0];
+        s.dt_bias = p_.dt_bias.data, s.dt_bias_dtype = p_.dt_bias.dtype, s.dt_bias_stride = p_.dt_bias.stride[0];
+    }
+    // The saved states, or this slice's own.
+    template <class Params>
+    void set_states(Params &s) const {
+        const bool saved = p_.h.data != nullptr;
+        s.h = saved ? p_.h.data : at(plan_.h);
+        s.h_heads = saved ? p_.HV : scan_heads_;
+        s.h_begin = saved ? 0 : scan_begin_;
+    }
+
+    void pack(const cake_gdn_tensor &t, const plan::Buffer &to, const plan::Buffer &rstd, int64_t heads,
+              int64_t columns, bool normalise) const {
+        if (to.bytes == 0) return;
+        if (t.data == nullptr) {  // an absent gradient: zeros
+            check(cudaMemsetAsync(at(to), 0, static_cast<size_t>(to.bytes), static_cast<cudaStream_t>(stream_)),
+                  "cudaMemsetAsync");
+            return;
+        }
+        cake_gdn_pack_params s{};
+        s.device = p_.device, s.dtype = p_.q.dtype, s.normalise = normalise;
+        s.B = p_.B, s.T = p_.T, s.heads = heads, s.columns = columns;
+        s.x = t.data;
+        s.x_batch = t.stride[0], s.x_token = t.stride[1], s.x_head = t.stride[2], s.x_column = t.stride[3];
+        s.out = at(to);
+        s.rstd = as<float>(rstd);
+        run_pack(s, stream_);
+    }
+
+    void prepare(bool backward) {
+        cake_gdn_tables_params t{};
+        t.cu_seqlens = p_.cu_seqlens.data, t.cu_seqlens_dtype = p_.cu_seqlens.dtype, t.device = p_.device;
+        t.B = p_.B, t.T = p_.T, t.N = p_.N;
+        t.segment_chunks = plan_.segment_chunks;
+        t.max_chunks = plan_.max_chunks, t.max_segments = plan_.max_segments;
+        t.offsets = as<int64_t>(plan_.offsets);
+        t.sequence_chunk = as<int64_t>(plan_.sequence_chunk);
+        t.sequence_segment = as<int64_t>(plan_.sequence_segment);
+        t.chunks = as<cake_gdn_chunk>(plan_.chunks);
+        t.segments = as<cake_gdn_segment>(plan_.segments);
+        run_tables(t, stream_);
+
+        head_begin_ = scan_begin_ = 0, heads_ = scan_heads_ = p_.HV;
+        auto s = stage<cake_gdn_prep_params>();
+        set_gate_inputs(s);
+        s.cum = as<float>(plan_.cum);
+        s.reset = as<uint8_t>(plan_.reset);
+        s.step = as<float>(plan_.step);
+        run_prep(s, stream_);
+
+        const bool normalise = has(CAKE_GDN_QK_L2NORM);
+        pack(p_.q, plan_.q, plan_.q_rstd, p_.H, p_.K, normalise);
+        pack(p_.k, plan_.k, plan_.k_rstd, p_.H, p_.K, normalise);
+        pack(p_.v, plan_.v, {}, p_.HV, p_.V, false);
+        if (backward) pack(p_.d_o, plan_.d_o, {}, p_.HV, p_.V, false);
+    }
+
+    void wy(void *A) const {
+        auto s = stage<cake_gdn_wy_params>();
+        CAKE_GDN_SET_ROWS(s, k);
+        CAKE_GDN_SET_ROWS(s, v);
+        set_gates(s);
+        s.step = as<const float>(plan_.step);
+        s.A = A, s.w = at(plan_.w), s.u = at(plan_.u);
+        run_wy(s, stream_);
+    }
+
+    void wy_recompute() const {
+        auto s = stage<cake_gdn_wy_recompute_params>();
+        CAKE_GDN_SET_ROWS(s, k);
+        CAKE_GDN_SET_ROWS(s, v);
+        set_gates(s);
+        CAKE_GDN_SET_STATE(s, initial_state, p_.initial_state);
+        s.step = as<const float>(plan_.step);
+        s.A = p_.A.data, s.h = p_.h.data, s.w = at(plan_.w), s.v_new = at(plan_.u);
+        run_wy_recompute(s, stream_);
+    }
+
+    void fwd_scan(bool with_final_state) const {
+        auto s = stage<cake_gdn_fwd_scan_params>();
+        CAKE_GDN_SET_ROWS(s, k);
+        set_gates(s);
+        CAKE_GDN_SET_STATE(s, initial_state, p_.initial_state);
+        if (with_final_state) CAKE_GDN_SET_STATE(s, final_state, p_.final_state);
+        s.w = at(plan_.w), s.u = at(plan_.u);
+        set_states(s);
+        run_fwd_scan(s, stream_);
+    }
+
+    void output() const {
+        auto s = stage<cake_gdn_output_params>();
+        s.scale = static_cast<float>(p_.scale);
+        CAKE_GDN_SET_ROWS(s, q);
+        CAKE_GDN_SET_ROWS(s, k);
+        set_gates(s);
+        CAKE_GDN_SET_STATE(s, initial_state, p_.initial_state);
+        s.v_new = at(plan_.u);
+        set_states(s);
+        CAKE_GDN_SET_OUTPUT(s, o, p_.o);
+        run_output(s, stream_);
+    }
+
+    void dv_local() const {
+        auto s = stage<cake_gdn_dv_local_params>();
+        s.scale = static_cast<float>(p_.scale);
+        CAKE_GDN_SET_ROWS(s, q);
+        CAKE_GDN_SET_ROWS(s, k);
+        CAKE_GDN_SET_ROWS(s, d_o);
+        set_gates(s);
+        s.dv = at(plan_.dv);
+        run_dv_local(s, stream_);
+    }
+
+    void adjoint_scan() const {
+        auto s = stage<cake_gdn_adjoint_scan_params>();
+        s.scale = static_cast<float>(p_.scale);
+        CAKE_GDN_SET_ROWS(s, q);
+        CAKE_GDN_SET_ROWS(s, k);
+        CAKE_GDN_SET_ROWS(s, d_o);
+        set_gates(s);
+        CAKE_GDN_SET_STATE(s, dht, p_.dht);
+        CAKE_GDN_SET_STATE(s, dh0, p_.dh0);
+        s.w = at(plan_.w), s.dv = at(plan_.dv), s.dh = at(plan_.dh);
+        run_adjoint_scan(s, stream_);
+    }
+
+    void dqkwg() const {
+        auto s = stage<cake_gdn_dqkwg_params>();
+        s.scale = static_cast<float>(p_.scale);
+        CAKE_GDN_SET_ROWS(s, q);
+        CAKE_GDN_SET_ROWS(s, k);
+        CAKE_GDN_SET_ROWS(s, d_o);
+        set_gates(s);
+        CAKE_GDN_SET_STATE(s, initial_state, p_.initial_state);
+        CAKE_GDN_SET_STATE(s, dht, p_.dht);
+        s.v_new = at(plan_.u), s.du = at(plan_.dv), s.dh = at(plan_.dh);
+        set_states(s);
+        s.dq = at(plan_.dq), s.dk = at(plan_.dk), s.dw = at(plan_.dw);
+        s.dcum = as<float>(plan_.dcum);
+        run_dqkwg(s, stream_);
+    }
+
+    void wy_backward() const {
+        auto s = stage<cake_gdn_wy_backward_params>();
+        CAKE_GDN_SET_ROWS(s, k);
+        CAKE_GDN_SET_ROWS(s, v);
+        set_gates(s);
+        s.step = as<const float>(plan_.step);
+        s.A = p_.h.data ? p_.A.data : at(plan_.A);
+        s.v_new = at(plan_.u), s.dw = at(plan_.dw), s.du = at(plan_.dv), s.dk = at(plan_.dk);
+        CAKE_GDN_SET_OUTPUT(s, dv, p_.dv);
+        s.dstep = as<float>(plan_.dstep), s.dcum = as<float>(plan_.dcum);
+        run_wy_backward(s, stream_);
+    }
+
+    // dq or dk of the tail slice's key heads.
+    void finalize(const cake_gdn_tensor &to, const void *parts, const void *x, const void *rstd) const {
+        if (to.data == nullptr) return;
+        const int64_t group = p_.HV / p_.H, first = head_begin_ / group, width = plan::row_width(p_.K);
+        cake_gdn_finalize_params s{};
+        s.device = p_.device, s.dtype = p_.q.dtype;
+        s.B = p_.B, s.T = p_.T, s.H = heads_ / group, s.group = group, s.K = p_.K;
+        s.parts = parts;
+        if (has(CAKE_GDN_QK_L2NORM)) {
+            s.x = static_cast<const char *>(x) + 2 * first * width;
+            s.rstd = static_cast<const float *>(rstd) + first;
+        }
+        s.x_heads = p_.H;
+        CAKE_GDN_SET_OUTPUT(s, dx, to);
+        s.dx = static_cast<char *>(to.data) + 2 * first * to.stride[2];
+        run_finalize(s, stream_);
+    }
+
+    void gates_backward() {
+        head_begin_ = scan_begin_ = 0, heads_ = scan_heads_ = p_.HV;
+        auto s = stage<cake_gdn_gate_backward_params>();
+        set_gate_inputs(s);
+        set_gates(s);
+        s.dcum = as<const float>(plan_.dcum), s.dstep = as<const float>(plan_.dstep);
+        s.dg = p_.dg.data, s.dg_dtype = p_.dg.dtype;
+        s.dg_batch = p_.dg.stride[0], s.dg_token = p_.dg.stride[1], s.dg_head = p_.dg.stride[2];
+        s.dbeta = p_.dbeta.data, s.dbeta_dtype = p_.dbeta.dtype;
+        s.dbeta_batch = p_.dbeta.stride[0], s.dbeta_token = p_.dbeta.stride[1], s.dbeta_head = p_.dbeta.stride[2];
+        s.partials = as<float>(plan_.partials);
+        if (s.dg || s.dbeta || p_.dA_log.data || p_.ddt_bias.data) run_gate_backward(s, stream_);
+        if (!p_.dA_log.data && !p_.ddt_bias.data) return;
+        auto r = stage<cake_gdn_gate_reduce_params>();
+        r.partials = as<const float>(plan_.partials);
+        r.dA_log = p_.dA_log.data, r.dA_log_dtype = p_.dA_log.dtype, r.dA_log_stride = p_.dA_log.stride[0];
+        r.ddt_bias = p_.ddt_bias.data, r.ddt_bias_dtype = p_.ddt_bias.dtype, r.ddt_bias_stride = p_.ddt_bias.stride[0];
+        run_gate_reduce(r, stream_);
+    }
+
+    const cake_gdn_problem &p_;
+    const plan::GpuPlan &plan_;
+    char *const workspace_;
+    void *const stream_;
+    int64_t scan_begin_ = 0, scan_heads_ = 0;  // the scans' slice of value heads
+    int64_t head_begin_ = 0, heads_ = 0;       // the running programs' slice, inside it
+};
+
+}  // namespace
+
+void run_chain(const cake_gdn_problem &problem, const plan::GpuPlan &plan, cake_gdn_direction direction,
+               void *workspace, void *stream) {
+    const DeviceGuard guard(problem.device);
+    Chain chain(problem, plan, workspace, stream);
+    if (direction == CAKE_GDN_FORWARD) {
+        chain.forward();
+    } else {
+        chain.backward();
+    }
+}
+
+}  // namespace cake_gdn::cuda

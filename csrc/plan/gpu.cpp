@@ -1,0 +1,87 @@
+// The GPU chain's plan: grids' bounds, slices of heads and the workspace, from shapes alone.
+#include "plan/plan.hpp"
+
+namespace cake_gdn::plan {
+
+namespace {
+
+// Stages of the chain in the order in which they run, forward or backward; they bound the lives of the buffers.
+enum GpuStage : int { kPrepare, kWy, kLocal, kScan, kResult, kKeys, kFinalize, kGates };
+
+// What a scan slice and a tail slice may take. Below these the slices only cost launches; the scans of a slice need
+// enough heads to fill the device, so the first is the larger one.
+constexpr int64_t kScanSliceBytes = int64_t(3) << 30;
+constexpr int64_t kTailSliceBytes = int64_t(256) << 20;
+
+constexpr int64_t kElement = 2;  // bytes of bf16 and fp16
+
+// The largest slice of whole groups that stays within `budget`, at least one group; equal slices where possible.
+HeadSlices slices(int64_t heads, int64_t group, int64_t bytes_per_head, int64_t budget) {
+    const int64_t groups = heads / group;
+    const int64_t count = std::min(groups, ceil_div(heads * bytes_per_head, budget));
+    return {ceil_div(groups, std::max<int64_t>(count, 1)) * group};
+}
+
+}  // namespace
+
+GpuPlan plan_gpu(const Shape &s) {
+    GpuPlan plan{};
+    const int64_t tokens = s.B * s.T, slots = state_slots(s.B, s.T), Kw = row_width(s.K), Vw = row_width(s.V);
+    plan.segment_chunks = std::max<int64_t>(1, s.sequence_chunks());  // whole sequences
+    plan.max_chunks = table_chunks(tokens, s.N);
+    plan.max_segments = table_segments(tokens, s.N, plan.segment_chunks);
+
+    // Bytes that a value head of the scan slice holds: w, u, and in the backward dv and dh, and h unless it is saved.
+    const int64_t rows = tokens * kElement, state = slots * s.K * Vw * kElement;
+    const bool own_states = !s.saved_states;
+    const int64_t scan_head = rows * (Kw + Vw) + (own_states ? state : 0) + (s.backward ? rows * Vw + state : 0);
+    plan.scan = slices(s.HV, s.group(), scan_head, s.saved_states ? INT64_MAX : kScanSliceBytes);
+    plan.tail = slices(plan.scan.heads, s.group(), 3 * rows * Kw, kTailSliceBytes);
+
+    Arena arena(kGpuAlignment);
+    const auto place = [&](int64_t elements, int64_t bytes, int first, int last) {
+        return arena.place(elements * bytes, first, last);
+    };
+    plan.offsets = place(s.N + 1, 8, kPrepare, kGates);
+    plan.sequence_chunk = place(s.N + 1, 8, kPrepare, kGates);
+    plan.sequence_segment = place(s.N + 1, 8, kPrepare, kGates);
+    plan.chunks = place(plan.max_chunks, 16, kPrepare, kGates);
+    plan.segments = place(plan.max_segments, 16, kPrepare, kGates);
+    plan.cum = place(s.HV * tokens, 4, kPrepare, kGates);
+    plan.reset = place(s.HV * tokens, 1, kPrepare, kGates);
+    plan.step = place(s.HV * tokens, 4, kPrepare, kGates);
+    if (s.normalise || s.pack_qk) {
+        plan.q = place(tokens * s.H * Kw, kElement, kPrepare, kFinalize);
+        plan.k = place(tokens * s.H * Kw, kElement, kPrepare, kFinalize);
+    }
+    // The slices run the stages from kWy on again and again: what all of them read or write lives from the start, and
+    // what a later tail slice reads lives to the last of its stages.
+    if (s.pack_v) plan.v = place(tokens * s.HV * Vw, kElement, kPrepare, kFinalize);
+    const int64_t heads = plan.scan.heads, tail = plan.tail.heads;
+    const int last = s.backward ? kFinalize : kResult;
+    if (s.backward) {
+        if (s.normalise) {
+            plan.q_rstd = place(tokens * s.H, 4, kPrepare, kFinalize);
+            plan.k_rstd = place(tokens * s.H, 4, kPrepare, kFinalize);
+        }
+        if (s.pack_do) plan.d_o = place(tokens * s.HV * Vw, kElement, kPrepare, kFinalize);
+        plan.dcum = place(s.HV * tokens, 4, kPrepare, kGates);
+        plan.dstep = place(s.HV * tokens, 4, kPrepare, kGates);
+        if (s.gate_gradients) plan.partials = place(plan.max_chunks * s.HV * 2, 4, kGates, kGates);
+        if (own_states) plan.A = place(tokens * s.HV * kChunk, kElement, kWy, kFinalize);
+    }
+    plan.u = place(tokens * heads * Vw, kElement, kWy, last);
+    if (own_states) plan.h = place(slots * heads * s.K * Vw, kElement, kScan, last);
+    plan.w = place(tokens * heads * Kw, kElement, kWy, kScan);
+    if (s.backward) {
+        plan.dv = place(tokens * heads * Vw, kElement, kLocal, kFinalize);
+        plan.dh = place(slots * heads * s.K * Vw, kElement, kScan, kFinalize);
+        plan.dq = place(tokens * tail * Kw, kElement, kKeys, kFinalize);
+        plan.dk = place(tokens * tail * Kw, kElement, kKeys, kFinalize);
+        plan.dw = place(tokens * tail * Kw, kElement, kKeys, kFinalize);
+    }
+    plan.bytes = arena.size();
+    return plan;
+}
+
+}  // namespace cake_gdn::plan
