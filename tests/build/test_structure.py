@@ -12,15 +12,17 @@ from support import CSRC, ROOT, package_root, read_programs, run
 ARCHS, PROGRAMS = read_programs()
 SOURCES = sorted(p for p in CSRC.rglob("*") if p.suffix in {".h", ".hpp", ".cuh", ".cpp", ".cu", ".def"})
 
+# What the run function of a program may use.
+HOST_PARTS = ["cuda/chain.hpp", "cuda/launch.hpp", "cuda/programs.hpp", "cuda/stages.h", "plan/plan.hpp"]
 # Layer of a path under csrc -> path prefixes that it may include with quotes. First match wins.
 ALLOWED = {
     "include/": ["cake_gdn_det/"],
     "plan/": ["cake_gdn_det/", "plan/"],
     "cpu/": ["cake_gdn_det/", "cpu/", "plan/"],
     "cuda/ptx/": ["cuda/ptx/"],
-    "cuda/tile/": ["cake_gdn_det/", "cuda/tile/", "cuda/ptx/"],
-    "cuda/fwd/": ["cuda/launch.hpp", "cuda/programs.hpp", "cuda/stages.h", "cuda/fwd/", "cuda/tile/", "cuda/ptx/"],
-    "cuda/bwd/": ["cuda/launch.hpp", "cuda/programs.hpp", "cuda/stages.h", "cuda/bwd/", "cuda/tile/", "cuda/ptx/"],
+    "cuda/tile/": ["cake_gdn_det/", "cuda/stages.h", "cuda/tile/", "cuda/ptx/"],
+    "cuda/fwd/": [*HOST_PARTS, "cuda/fwd/", "cuda/tile/", "cuda/ptx/"],
+    "cuda/bwd/": [*HOST_PARTS, "cuda/bwd/", "cuda/tile/", "cuda/ptx/"],
     "cuda/": ["cake_gdn_det/", "plan/", "cuda/", "programs.def", "cake_gdn_build_config.h"],
     "api/": ["cake_gdn_det/", "api/", "plan/", "cpu/engine.hpp", "cuda/", "programs.def", "cake_gdn_build_config.h"],
     "bindings/": ["cake_gdn_det/cake_gdn_det.h", "cuda/stages.h"],
@@ -77,7 +79,7 @@ def test_include_directions(path):
 
 def test_layers_exist():
     """A renamed folder must not turn the rule above into one about nothing."""
-    for prefix in ("include/", "plan/", "cpu/", "cuda/", "cuda/fwd/", "api/", "bindings/"):
+    for prefix in ("include/", "plan/", "cpu/", "cuda/", "cuda/fwd/", "cuda/bwd/", "cuda/tile/", "cuda/ptx/", "api/", "bindings/"):
         assert any(layer(p) == prefix for p in SOURCES), prefix
 
 
@@ -88,6 +90,12 @@ def test_core_knows_no_torch_and_no_environment(path):
     assert not re.search(r"\b(getenv|secure_getenv|environ|setenv|putenv)\b", text), "the environment decides nothing"
     if not relative(path).startswith("bindings/"):
         assert not re.search(r"\b(exit|abort|_exit|quick_exit)\s*\(", text), "a library returns a status"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=relative)
+def test_inline_assembly_lives_in_ptx(path):
+    if not relative(path).startswith("cuda/ptx/"):
+        assert not re.search(r"\basm\b", without_comments(path.read_text())), relative(path)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=relative)
@@ -155,9 +163,11 @@ def test_every_program_has_its_parts():
         assert len(sources) == 1, f"{program.name}: fwd/{program.name}.cu or bwd/{program.name}.cu"
         assert f"void run_{program.name}(" in sources[0].read_text()
         assert f"#define {program.macro}(X)" in stages
-        assert re.search(rf"CAKE_GDN_API cake_gdn_status cake_gdn_run_{program.name}\(", stages)
-        assert f"cake_gdn_run_{program.name}" in bindings, f"{program.name} is not registered in the bindings"
+        assert re.search(rf"^    F\({program.name}, {program.name.upper()}, ", stages, re.M), "no row of CAKE_GDN_STAGES"
         assert set(program.archs) <= names, f"{program.name} claims an architecture that has no row"
+    # Declarations and bindings are made from that one list.
+    assert "CAKE_GDN_API cake_gdn_status cake_gdn_run_##name(" in stages
+    assert "CAKE_GDN_STAGES(BIND_STAGE)" in bindings
     kernels = {p.stem for d in ("fwd", "bwd") for p in (CSRC / "cuda" / d).glob("*.cu")}
     assert kernels == {p.name for p in PROGRAMS}, "a kernel file without a row is never built"
 

@@ -351,3 +351,116 @@ TEST_CASE("cpu plan: a function of shapes and traits only") {
         CHECK(plan_cpu(s, Traits{1}).scratch.bytes == a.scratch.bytes);
     }
 }
+
+// ---- the GPU chain ----
+
+namespace {
+
+Shape gpu_shape(int64_t B, int64_t T, int64_t H, int64_t HV, bool backward, bool saved) {
+    Shape s = shape(B, T, H, HV, 128, 128, backward, saved);
+    s.state_bytes = 2;
+    s.normalise = true;
+    return s;
+}
+
+std::vector<std::pair<const char *, Buffer>> gpu_buffers(const GpuPlan &p) {
+    return {{"offsets", p.offsets},
+            {"sequence_chunk", p.sequence_chunk},
+            {"sequence_segment", p.sequence_segment},
+            {"chunks", p.chunks},
+            {"segments", p.segments},
+            {"cum", p.cum},
+            {"reset", p.reset},
+            {"step", p.step},
+            {"q", p.q},
+            {"k", p.k},
+            {"v", p.v},
+            {"d_o", p.d_o},
+            {"q_rstd", p.q_rstd},
+            {"k_rstd", p.k_rstd},
+            {"dcum", p.dcum},
+            {"dstep", p.dstep},
+            {"A", p.A},
+            {"u", p.u},
+            {"h", p.h},
+            {"dv", p.dv},
+            {"dh", p.dh},
+            {"dq", p.dq},
+            {"dk", p.dk},
+            {"dw", p.dw}};
+}
+
+}  // namespace
+
+TEST_CASE("gpu plan: slices are whole groups that cover all heads, and bound the memory") {
+    Random random(21);
+    for (int round = 0; round < 300; ++round) {
+        const int64_t H = random.integer(1, 16), group = random.integer(1, 4), T = random.integer(0, 200000);
+        const Shape s = gpu_shape(random.integer(1, 4), T, H, H * group, random.integer(0, 1), random.integer(0, 1));
+        const GpuPlan plan = plan_gpu(s);
+        CHECK(plan.scan.heads % group == 0);
+        CHECK(plan.tail.heads % group == 0);
+        CHECK(plan.scan.heads >= group);
+        CHECK(plan.scan.heads <= s.HV);
+        CHECK(plan.tail.heads >= group);
+        CHECK(plan.tail.heads <= plan.scan.heads);
+        if (s.saved_states) CHECK(plan.scan.heads == s.HV);
+    }
+}
+
+TEST_CASE("gpu plan: what is alive together does not overlap") {
+    // From dqkwg on, everything but w is alive at once: the tail slices read it again and again.
+    Random random(22);
+    for (int round = 0; round < 200; ++round) {
+        const int64_t H = random.integer(1, 8), group = random.integer(1, 4);
+        Shape s = gpu_shape(random.integer(1, 3), random.integer(1, 5000), H, H * group, true, random.integer(0, 1));
+        s.K = random.integer(1, 128), s.V = random.integer(1, 128);
+        s.normalise = random.integer(0, 1), s.pack_qk = random.integer(0, 1);
+        s.pack_v = random.integer(0, 1), s.pack_do = random.integer(0, 1);
+        const GpuPlan plan = plan_gpu(s);
+        const auto buffers = gpu_buffers(plan);
+        for (size_t i = 0; i < buffers.size(); ++i) {
+            CHECK(buffers[i].second.offset % kGpuAlignment == 0);
+            CHECK(buffers[i].second.offset + buffers[i].second.bytes <= plan.bytes);
+            for (size_t j = 0; j < i; ++j) {
+                CAPTURE(buffers[i].first);
+                CAPTURE(buffers[j].first);
+                CHECK_FALSE(bytes_meet(buffers[i].second, buffers[j].second));
+            }
+        }
+    }
+}
+
+TEST_CASE("gpu plan: w makes room for what comes after the scans") {
+    const GpuPlan plan = plan_gpu(gpu_shape(1, 65536, 16, 32, true, true));
+    int64_t sum = plan.w.bytes;
+    for (const auto &buffer : gpu_buffers(plan)) sum += buffer.second.bytes;
+    CHECK(plan.bytes < sum);
+}
+
+TEST_CASE("gpu plan: no buffer grows with the number of sequences times the state") {
+    Shape few = gpu_shape(1, 100000, 4, 8, true, true);
+    few.packed = true;
+    Shape many = few;
+    many.N = 70000;
+    // Only the tables may grow: 24 bytes of prefix sums and 16 of each table's entries a sequence.
+    CHECK(plan_gpu(many).bytes - plan_gpu(few).bytes < 80 * many.N);
+}
+
+TEST_CASE("gpu plan: tables are large enough for any packing") {
+    Random random(23);
+    for (int round = 0; round < 300; ++round) {
+        const int64_t N = random.integer(1, 50), T = random.integer(0, 3000), segment = random.integer(1, 9);
+        std::vector<int64_t> cuts = {0, T};
+        for (int64_t n = 1; n < N; ++n) cuts.push_back(random.integer(0, T));
+        std::sort(cuts.begin(), cuts.end());
+        int64_t chunks = 0, segments = 0;
+        for (int64_t n = 0; n < N; ++n) {
+            const int64_t own = ceil_div(cuts[size_t(n) + 1] - cuts[size_t(n)], kChunk);
+            chunks += own;
+            segments += std::max<int64_t>(1, ceil_div(own, segment));
+        }
+        CHECK(chunks <= table_chunks(T, N));
+        CHECK(segments <= table_segments(T, N, segment));
+    }
+}
