@@ -63,18 +63,20 @@ class Captured:
 
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
-SMALL = [512 << i for i in range(11)]  # bytes; torch takes blocks of up to 1 MiB from segments of 2 MiB
-LARGE = [n << 20 for n in (2, 3, 5, 8, 13, 21, 34, 256, 256)]
-
 
 def poison_allocator(byte: int) -> None:
-    """Fills the free blocks of torch's allocator with a byte: what is allocated next holds nothing else."""
+    """Fills all free memory of torch's allocator (for the current stream) with a byte, and some more: what is allocated
+    next holds nothing else."""
     synchronize()
     torch.cuda.empty_cache()
-    blocks = [torch.full((n,), byte, dtype=torch.uint8, device=device()) for n in SMALL * 8 + LARGE]
-    del blocks
-    for n in (512, 1 << 16, 1 << 22, 1 << 27):
-        assert (torch.empty(n, dtype=torch.uint8, device=device()) == byte).all()
+    blocks = []
+    for size in (1 << n for n in range(28, 8, -1)):
+        reserved = torch.cuda.memory_reserved()
+        while torch.cuda.memory_reserved() == reserved:  # until there was no free block of this size left
+            blocks.append(torch.full((size,), byte, dtype=torch.uint8, device=device()))
+    blocks.clear()
+    for size in (512, 1 << 16, 1 << 22, 1 << 27):
+        assert (torch.empty(size, dtype=torch.uint8, device=device()) == byte).all()
 
 
 @contextmanager
@@ -151,7 +153,7 @@ class Arena:
         return None if x is None else self.reserve(x.shape, x.dtype).copy_(x)
 
     def like(self, x: torch.Tensor) -> torch.Tensor:
-        return self.reserve(x.shape, x.dtype)
+        return self.reserve(x.shape, x.dtype) if x.numel() else x
 
     def call(self, function: Callable[[], None], outputs: list[torch.Tensor]) -> None:
         """Calls; nothing but the outputs may have changed afterwards."""
@@ -181,7 +183,7 @@ def run_in_red_zones(case: Case, save: bool) -> dict[str, torch.Tensor]:
     flags = sum(flag for name, flag in flag_of.items() if case.options.get(name))
     arena = Arena(96 << 20)
     inputs = [arena.place(case.inputs[name]) for name in torch_ops.INPUTS]
-    cu, d_o, dht = (arena.place(x) for x in (case.options["cu_seqlens"], case.do, case.dht))
+    cu, d_o, dht = (arena.place(x) for x in (case.options.get("cu_seqlens"), case.do, case.dht))
     scale = case.inputs["q"].shape[-1] ** -0.5
     stream = torch.cuda.current_stream().cuda_stream if device() == "cuda" else 0
 

@@ -8,7 +8,6 @@ synchronisation; errors before any launch. Tests that could take the device down
 from __future__ import annotations
 
 import gc
-import inspect
 import json
 import os
 import random
@@ -29,6 +28,7 @@ from reference.cases import ALL_OPTIONS, GRADS, assert_same_bits, cumulative, di
 from test_layouts import assert_sequences_alone
 from test_operator import subsets
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import config as inductor_config
 from torch.utils.checkpoint import checkpoint
 
 pytestmark = pytest.mark.gpu
@@ -209,6 +209,15 @@ def test_nan_around_every_input(op, rng, lengths, options, K, V, aligned):
     watched = Watched(around)
     assert_same_bits(run(op, around), run(op, case))
     watched.assert_unchanged()
+
+
+@pytest.mark.parametrize("save", [True, False])
+@pytest.mark.parametrize(("shape", "dtype"), KINDS[:6])
+def test_red_zones(op, rng, shape, dtype, save):
+    """Through the C interface, in memory of 0xff bytes: the outputs and the workspace are written, all of what the
+    outputs hold, and nothing around them."""
+    case = drawn(rng, dtype=dtype, **SHAPES[shape])
+    assert_same_bits(tools.run_in_red_zones(case, save), run(op, case))
 
 
 def test_a_sequence_does_not_see_its_neighbours(op, rng):
@@ -409,15 +418,12 @@ def test_autocast_changes_nothing(op, rng, dtype):
         assert_same_bits(run(op, case), plain)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@LAYOUTS
+@pytest.mark.parametrize(("backend", "lengths"), [("aot_eager", LENGTHS), ("inductor", None)])
 def test_compiles_once_for_all_lengths(op, rng, lengths, backend):
-    if backend == "inductor" and lengths is not None:
-        pytest.skip("once is enough: inductor takes seconds")
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     step = torch.compile(op, fullgraph=True, dynamic=True, backend=counter)
-    with torch._inductor.config.patch(compile_threads=1):
+    with inductor_config.patch(compile_threads=1):
         for scale in (1, 2, 3):
             packed = None if lengths is None else [scale * n for n in lengths]
             case = drawn(rng, B=2, T=130 * scale, H=1, HV=2, K=64, V=64, lengths=packed, **ALL_OPTIONS)
@@ -459,12 +465,11 @@ def test_tensors_beyond_two_to_the_31_elements(op, save_state):
     case = large_case(T=0, H=H, HV=HV, K=D, V=D, lengths=lengths, batch_invariant=True)
     assert case.do.numel() > 2**31 or tools.SHRINK > 1
     out = run(op, case, save_state=save_state)
-    tail, cut = sequences_of(case, [len(lengths) - 1])
-    few = heads_of(tail, slice(H - 1, H), slice(HV - 2 if H < HV else HV - 1, HV))
-    if H < HV:  # a whole group
-        few = heads_of(tail, slice(H - 1, H), slice(HV - HV // H, HV))
     group = HV // H
-    assert_errors(few, cut_heads(cut(out), slice(H - 1, H), slice(HV - group, HV)), truth(few), rounded(few), cap=None)
+    tail, cut = sequences_of(case, [len(lengths) - 1])
+    last = slice(H - 1, H), slice(HV - group, HV)
+    few = heads_of(tail, *last)
+    assert_errors(few, cut_heads(cut(out), *last), truth(few), rounded(few), cap=None)
     for key in (0, H // 2, H - 1):
         part = slice(key, key + 1), slice(key * group, (key + 1) * group)
         assert_same_bits(cut_heads(out, *part), run(op, heads_of(case, *part)))
@@ -522,7 +527,8 @@ def test_torch_sees_no_synchronisation(op, rng, way, save_state):
     assert_same_bits(first, out)
 
 
-@pytest.mark.parametrize("way", WAYS)
+# How a copy from the host's pageable memory is queued is the driver's business.
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "offsets on the host"])
 def test_the_host_waits_for_nothing(op, rng, way):
     """Forward and backward are queued while the stream still works on something else, and so is what they read: the
     inputs get their values behind that, on the same stream."""
@@ -653,8 +659,6 @@ def test_every_rule_holds_for_cuda_tensors(op):
             n: x.to(chain_model.DEVICE) if isinstance(x, torch.Tensor) and n != "cu_seqlens_cpu" else x
             for n, x in arguments.items()
         }
-        if isinstance(there["q"], torch.Tensor) and there["q"].dtype == F64:
-            continue
         with pytest.raises(error) as caught:
             op(**there)
         assert type(caught.value) is error
@@ -664,7 +668,8 @@ def test_every_rule_holds_for_cuda_tensors(op):
 
 
 def test_double_backward_raises(op, rng):
-    leaves = [drawn(rng, T=70).inputs[n].requires_grad_() for n in ("q", "k", "v", "g", "beta")]
+    case = drawn(rng, T=70, HV=2)
+    leaves = [case.inputs[n].requires_grad_() for n in ("q", "k", "v", "g", "beta")]
     o = op(*leaves)[0]
     grads = torch.autograd.grad(o.float().square().sum(), leaves, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward is not implemented"):
@@ -740,8 +745,3 @@ def test_wrong_offsets_touch_nothing_else(op, rng, kind, dtype):
             per_token = name == "o" or (name[1:] in tools.PER_TOKEN)
             pick = (lambda y: y[:, owned]) if per_token else (lambda y: y)  # noqa: B023
             assert_same_bits({name: pick(out[name])}, {name: pick(x)})
-
-
-def test_signature_is_what_callers_inspect(op):
-    names = list(inspect.signature(op).parameters)
-    assert names[:8] == ["q", "k", "v", "g", "beta", "scale", "initial_state", "output_final_state"]
