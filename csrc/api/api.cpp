@@ -30,7 +30,6 @@ const cake_gdn_problem &checked(const cake_gdn_problem *problem, cake_gdn_direct
                           "; it must be sizeof(cake_gdn_problem), " + std::to_string(sizeof(cake_gdn_problem)) +
                           " in this library (ABI version " + std::to_string(CAKE_GDN_ABI_VERSION) + ")");
     }
-    check_problem(*problem, direction);
 #if !defined(CAKE_GDN_WITH_CUDA)
     if (problem->backend == CAKE_GDN_CUDA) {
         throw Failure(CAKE_GDN_UNSUPPORTED,
@@ -38,6 +37,7 @@ const cake_gdn_problem &checked(const cake_gdn_problem *problem, cake_gdn_direct
                       "CAKE_GDN_CUDA=OFF), so only CAKE_GDN_CPU is allowed");
     }
 #endif
+    check_problem(*problem, direction);
     return *problem;
 }
 

@@ -54,7 +54,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
         o, final_state, h, A = forward(*inputs, scale, flags, output_final_state, save)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, *((h, A) if save else (None, None)))
+        ctx.save_for_backward(*inputs, h if save else None, A if save and q.is_cuda else None)
         ctx.scale = scale
         ctx.flags = flags
         return o, final_state if output_final_state else None
