@@ -18,7 +18,7 @@ constexpr int64_t kElement = 2;  // bytes of bf16 and fp16
 // The largest slice of whole groups that stays within `budget`, at least one group; equal slices where possible.
 HeadSlices slices(int64_t heads, int64_t group, int64_t bytes_per_head, int64_t budget) {
     const int64_t groups = heads / group;
-    const int64_t count = std::min(groups, ceil_div(heads * bytes_per_head, budget));
+    const int64_t count = std::min(groups, ceil_div(product(heads, bytes_per_head), budget));
     return {ceil_div(groups, std::max<int64_t>(count, 1)) * group};
 }
 
@@ -26,59 +26,60 @@ HeadSlices slices(int64_t heads, int64_t group, int64_t bytes_per_head, int64_t 
 
 GpuPlan plan_gpu(const Shape &s) {
     GpuPlan plan{};
-    const int64_t tokens = s.B * s.T, slots = state_slots(s.B, s.T), Kw = row_width(s.K), Vw = row_width(s.V);
+    const int64_t tokens = product(s.B, s.T), slots = state_slots(s.B, s.T), Kw = row_width(s.K), Vw = row_width(s.V);
     plan.segment_chunks = std::max<int64_t>(1, s.sequence_chunks());  // whole sequences
     plan.max_chunks = table_chunks(tokens, s.N);
     plan.max_segments = table_segments(tokens, s.N, plan.segment_chunks);
 
     // Bytes that a value head of the scan slice holds: w, u, and in the backward dv and dh, and h unless it is saved.
-    const int64_t rows = tokens * kElement, state = slots * s.K * Vw * kElement;
+    const int64_t rows = product(tokens, kElement), state = product(slots, s.K, Vw, kElement);
     const bool own_states = !s.saved_states;
-    const int64_t scan_head = rows * (Kw + Vw) + (own_states ? state : 0) + (s.backward ? rows * Vw + state : 0);
-    plan.scan = slices(s.HV, s.group(), scan_head, s.saved_states ? INT64_MAX : kScanSliceBytes);
-    plan.tail = slices(plan.scan.heads, s.group(), 3 * rows * Kw, kTailSliceBytes);
+    const int64_t scan_head =
+        product(rows, Kw + Vw) + (own_states ? state : 0) + (s.backward ? product(rows, Vw) + state : 0);
+    plan.scan = s.saved_states ? HeadSlices{s.HV} : slices(s.HV, s.group(), scan_head, kScanSliceBytes);
+    plan.tail = slices(plan.scan.heads, s.group(), product(3, rows, Kw), kTailSliceBytes);
 
     Arena arena(kGpuAlignment);
     const auto place = [&](int64_t elements, int64_t bytes, int first, int last) {
-        return arena.place(elements * bytes, first, last);
+        return arena.place(product(elements, bytes), first, last);
     };
     plan.offsets = place(s.N + 1, 8, kPrepare, kGates);
     plan.sequence_chunk = place(s.N + 1, 8, kPrepare, kGates);
     plan.sequence_segment = place(s.N + 1, 8, kPrepare, kGates);
     plan.chunks = place(plan.max_chunks, 16, kPrepare, kGates);
     plan.segments = place(plan.max_segments, 16, kPrepare, kGates);
-    plan.cum = place(s.HV * tokens, 4, kPrepare, kGates);
-    plan.reset = place(s.HV * tokens, 1, kPrepare, kGates);
-    plan.step = place(s.HV * tokens, 4, kPrepare, kGates);
+    plan.cum = place(product(s.HV, tokens), 4, kPrepare, kGates);
+    plan.reset = place(product(s.HV, tokens), 1, kPrepare, kGates);
+    plan.step = place(product(s.HV, tokens), 4, kPrepare, kGates);
     if (s.normalise || s.pack_qk) {
-        plan.q = place(tokens * s.H * Kw, kElement, kPrepare, kFinalize);
-        plan.k = place(tokens * s.H * Kw, kElement, kPrepare, kFinalize);
+        plan.q = place(product(tokens, s.H, Kw), kElement, kPrepare, kFinalize);
+        plan.k = place(product(tokens, s.H, Kw), kElement, kPrepare, kFinalize);
     }
     // The slices run the stages from kWy on again and again: what all of them read or write lives from the start, and
     // what a later tail slice reads lives to the last of its stages.
-    if (s.pack_v) plan.v = place(tokens * s.HV * Vw, kElement, kPrepare, kFinalize);
+    if (s.pack_v) plan.v = place(product(tokens, s.HV, Vw), kElement, kPrepare, kFinalize);
     const int64_t heads = plan.scan.heads, tail = plan.tail.heads;
     const int last = s.backward ? kFinalize : kResult;
     if (s.backward) {
         if (s.normalise) {
-            plan.q_rstd = place(tokens * s.H, 4, kPrepare, kFinalize);
-            plan.k_rstd = place(tokens * s.H, 4, kPrepare, kFinalize);
+            plan.q_rstd = place(product(tokens, s.H), 4, kPrepare, kFinalize);
+            plan.k_rstd = place(product(tokens, s.H), 4, kPrepare, kFinalize);
         }
-        if (s.pack_do) plan.d_o = place(tokens * s.HV * Vw, kElement, kPrepare, kFinalize);
-        plan.dcum = place(s.HV * tokens, 4, kPrepare, kGates);
-        plan.dstep = place(s.HV * tokens, 4, kPrepare, kGates);
+        if (s.pack_do) plan.d_o = place(product(tokens, s.HV, Vw), kElement, kPrepare, kFinalize);
+        plan.dcum = place(product(s.HV, tokens), 4, kPrepare, kGates);
+        plan.dstep = place(product(s.HV, tokens), 4, kPrepare, kGates);
         if (s.gate_gradients) plan.partials = place(plan.max_chunks * s.HV * 2, 4, kGates, kGates);
-        if (own_states) plan.A = place(tokens * s.HV * kChunk, kElement, kWy, kFinalize);
+        if (own_states) plan.A = place(product(tokens, s.HV, kChunk), kElement, kWy, kFinalize);
     }
-    plan.u = place(tokens * heads * Vw, kElement, kWy, last);
-    if (own_states) plan.h = place(slots * heads * s.K * Vw, kElement, kScan, last);
-    plan.w = place(tokens * heads * Kw, kElement, kWy, kScan);
+    plan.u = place(product(tokens, heads, Vw), kElement, kWy, last);
+    if (own_states) plan.h = place(product(slots, heads, s.K, Vw), kElement, kScan, last);
+    plan.w = place(product(tokens, heads, Kw), kElement, kWy, kScan);
     if (s.backward) {
-        plan.dv = place(tokens * heads * Vw, kElement, kLocal, kFinalize);
-        plan.dh = place(slots * heads * s.K * Vw, kElement, kScan, kFinalize);
-        plan.dq = place(tokens * tail * Kw, kElement, kKeys, kFinalize);
-        plan.dk = place(tokens * tail * Kw, kElement, kKeys, kFinalize);
-        plan.dw = place(tokens * tail * Kw, kElement, kKeys, kFinalize);
+        plan.dv = place(product(tokens, heads, Vw), kElement, kLocal, kFinalize);
+        plan.dh = place(product(slots, heads, s.K, Vw), kElement, kScan, kFinalize);
+        plan.dq = place(product(tokens, tail, Kw), kElement, kKeys, kFinalize);
+        plan.dk = place(product(tokens, tail, Kw), kElement, kKeys, kFinalize);
+        plan.dw = place(product(tokens, tail, Kw), kElement, kKeys, kFinalize);
     }
     plan.bytes = arena.size();
     return plan;

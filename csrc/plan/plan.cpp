@@ -3,25 +3,6 @@
 #include <cmath>
 
 namespace cake_gdn::plan {
-namespace {
-
-// Far below 2^63, so that sums of a few products do not overflow either.
-constexpr int64_t kLargest = int64_t(1) << 58;
-
-template <class... Factors>
-int64_t product(int64_t first, Factors... factors) {
-    int64_t result = first;
-    const auto multiply = [&](int64_t factor) {
-        if (__builtin_mul_overflow(result, factor, &result) || result > kLargest) {
-            throw TooLarge("N, H, HV, K, V, T and num_threads need more scratch than 64-bit sizes can say");
-        }
-    };
-    (multiply(factors), ...);
-    return result;
-}
-
-}  // namespace
-
 Buffer Arena::place(int64_t bytes, int first, int last) {
     Buffer buffer{0, round_up(bytes, alignment_)};
     auto at = placed_.begin();

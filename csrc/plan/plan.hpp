@@ -52,6 +52,21 @@ static inline int64_t state_slot(int64_t b, int64_t T, int64_t token) {
     return b * ((T - 1) / kChunk) + token / kChunk - 1;
 }
 
+// A size: a product that is checked. The limit lies far below 2^63, so that sums of a few sizes do not overflow either.
+inline constexpr int64_t kLargestSize = int64_t(1) << 58;
+
+template <class... Factors>
+static inline int64_t product(int64_t first, Factors... factors) {
+    int64_t result = first;
+    const auto multiply = [&](int64_t factor) {
+        if (__builtin_mul_overflow(result, factor, &result) || result > kLargestSize) {
+            throw TooLarge("N, H, HV, K, V, T and num_threads need more scratch than 64-bit sizes can say");
+        }
+    };
+    (multiply(factors), ...);
+    return result;
+}
+
 // A byte range of a workspace.
 struct Buffer {
     int64_t offset = 0;
