@@ -107,7 +107,7 @@ def parts() -> dict[str, Callable[[], object]]:
 
     call = record()
     forward = (*inputs, 0.25, 0, False, True)
-    backward = (d_o, None, *inputs, None, 0.25, 0, NEEDS)
+    backward = (d_o, None, *inputs, None, None, 0.25, 0, NEEDS)
     with torch.no_grad():
         fields = problems(forward, backward)
     runs = {
