@@ -252,16 +252,19 @@ PER_TOKEN = ("q", "k", "v", "g", "beta")
 def sequences_of(case: Case, chosen: list[int]) -> tuple[Case, Callable[[dict], dict]]:
     """Some packed sequences of a case, packed by themselves, and what cuts them out of an answer to the whole."""
     cu = case.options["cu_seqlens"].tolist()
-    tokens = torch.cat([torch.arange(cu[n], cu[n + 1]) for n in chosen]).to(case.do.device)
     rows = torch.tensor(chosen, device=case.do.device)
-    inputs = {n: x if x is None else x[:, tokens] if n in PER_TOKEN else x for n, x in case.inputs.items()}
+
+    def tokens(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x[:, cu[n] : cu[n + 1]] for n in chosen], 1)
+
+    inputs = {n: x if x is None else tokens(x) if n in PER_TOKEN else x for n, x in case.inputs.items()}
     inputs["initial_state"] = case.inputs["initial_state"][rows]
     offsets = cumulative([cu[n + 1] - cu[n] for n in chosen]).to(case.do.device)
-    part = Case(inputs, case.options | {"cu_seqlens": offsets}, case.do[:, tokens], case.dht[rows])
+    part = Case(inputs, case.options | {"cu_seqlens": offsets}, tokens(case.do), case.dht[rows])
 
     def cut(out: dict) -> dict:
         per_token = ("o", *(GRADS[n] for n in PER_TOKEN))
-        return {n: out[n][:, tokens] for n in per_token} | {n: out[n][rows] for n in ("final_state", "dh0")}
+        return {n: tokens(out[n]) for n in per_token} | {n: out[n][rows] for n in ("final_state", "dh0")}
 
     return part, cut
 
