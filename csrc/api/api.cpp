@@ -41,20 +41,37 @@ const cake_gdn_problem &checked(const cake_gdn_problem *problem, cake_gdn_direct
     return *problem;
 }
 
+// Rows that the GPU programs read in place: unit last stride, every row at a multiple of 16 bytes.
+bool in_place(const cake_gdn_tensor &t, int64_t B, int64_t T, int64_t heads, int64_t columns) {
+    const auto aligned = [&](int dimension, int64_t size) { return size <= 1 || t.stride[dimension] % 8 == 0; };
+    return reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && (t.stride[3] == 1 || columns == 1) && aligned(0, B) &&
+           aligned(1, T) && aligned(2, heads);
+}
+
 plan::Shape shape_of(const cake_gdn_problem &p, cake_gdn_direction direction) {
     plan::Shape s{};
     s.B = p.B, s.T = p.T, s.H = p.H, s.HV = p.HV, s.K = p.K, s.V = p.V, s.N = p.N;
-    s.packed = p.cu_seqlens.data != nullptr;
     s.state_bytes = dtype_bytes(cake_gdn_state_dtype(p.backend, p.q.dtype));
     s.backward = direction == CAKE_GDN_BACKWARD;
     s.saved_states = p.h.data != nullptr;
     s.gate_gradients = s.backward && (p.dA_log.data != nullptr || p.ddt_bias.data != nullptr);
+    s.normalise = p.flags & CAKE_GDN_QK_L2NORM;
+    s.pack_qk = !in_place(p.q, p.B, p.T, p.H, p.K) || !in_place(p.k, p.B, p.T, p.H, p.K);
+    s.pack_v = !in_place(p.v, p.B, p.T, p.HV, p.V);
+    s.pack_do = s.backward && (p.d_o.data == nullptr || !in_place(p.d_o, p.B, p.T, p.HV, p.V));
     return s;
 }
 
 plan::CpuPlan cpu_plan(const cake_gdn_problem &p, cake_gdn_direction direction) {
     return plan::plan_cpu(shape_of(p, direction), plan::Traits{p.num_threads});
 }
+
+#if defined(CAKE_GDN_WITH_CUDA)
+plan::GpuPlan gpu_plan(const cake_gdn_problem &p, cake_gdn_direction direction) {
+    cuda::check_supported(p);
+    return plan::plan_gpu(shape_of(p, direction));
+}
+#endif
 
 void check_workspace(const void *workspace, size_t given, size_t needed) {
     if (given < needed) {
@@ -74,8 +91,9 @@ cake_gdn_status run(const cake_gdn_problem *problem, cake_gdn_direction directio
 #if defined(CAKE_GDN_WITH_CUDA)
         if (p.backend == CAKE_GDN_CUDA) {
             on_device([&] {
-                check_workspace(workspace, bytes, size_t(cuda::workspace_size(p, direction)));
-                cuda::run(p, direction, workspace, stream);
+                const plan::GpuPlan plan = gpu_plan(p, direction);
+                check_workspace(workspace, bytes, size_t(plan.bytes));
+                cuda::run(p, plan, direction, workspace, stream);
             });
             return;
         }
@@ -83,7 +101,7 @@ cake_gdn_status run(const cake_gdn_problem *problem, cake_gdn_direction directio
         (void)stream;
         const plan::CpuPlan plan = cpu_plan(p, direction);
         check_workspace(workspace, bytes, size_t(plan.bytes));
-        cpu::run(p, plan, direction, static_cast<char *>(workspace));
+        cpu::run(cpu::selected_unit(), p, plan, direction, static_cast<char *>(workspace));
     });
 }
 
@@ -113,7 +131,7 @@ cake_gdn_status cake_gdn_workspace_size(const cake_gdn_problem *problem, cake_gd
         const cake_gdn_problem &p = api::checked(problem, direction);
 #if defined(CAKE_GDN_WITH_CUDA)
         if (p.backend == CAKE_GDN_CUDA) {
-            api::on_device([&] { *bytes = size_t(cuda::workspace_size(p, direction)); });
+            api::on_device([&] { *bytes = size_t(api::gpu_plan(p, direction).bytes); });
             return;
         }
 #endif

@@ -221,14 +221,15 @@ void check_problem(const cake_gdn_problem &p, cake_gdn_direction direction) {
     const int state_dtype = cake_gdn_state_dtype(p.backend, p.q.dtype);
     const int result_dtype = p.q.dtype == CAKE_GDN_FP64 ? CAKE_GDN_FP64 : CAKE_GDN_FP32;
     const char *result_why = "fp64 for fp64 inputs and fp32 otherwise";
-    Field("h", p.h, 0).dtype(state_dtype, "as cake_gdn_state_dtype says");
     const int64_t slots = p.h.data != nullptr ? plan::state_slots(p.B, p.T) : 0;
+    const int64_t width = cake_gdn_state_width(p.backend, p.V);
+    const Field h("h", p.h, slots * p.HV * p.K * width);
+    h.dtype(state_dtype, "as cake_gdn_state_dtype says");
     if (p.slots != slots) {
         invalid("slots is " + text(p.slots) + "; with h " + (p.h.data ? "given" : "absent") + " it must be " +
                 text(slots));
     }
-    const int64_t width = cake_gdn_state_width(p.backend, p.V);
-    Field("h", p.h, slots * p.HV * p.K * width).contiguous({slots, p.HV, p.K, width});
+    h.contiguous({slots, p.HV, p.K, width});
     Field("A", p.A, tokens * p.HV * plan::kChunk).dtype(p.q.dtype, "like q").contiguous({p.B, p.T, p.HV, plan::kChunk});
     if (direction == CAKE_GDN_FORWARD) {
         Field("o", p.o, values).required().dtype(p.q.dtype, "like q").distinct({p.B, p.T, p.HV, p.V});

@@ -96,12 +96,12 @@ void on_threads(int threads, const F &work) {
 
 }  // namespace
 
-void run(const cake_gdn_problem &p, const plan::CpuPlan &plan, cake_gdn_direction direction, char *workspace) {
+void run(const Unit &unit, const cake_gdn_problem &p, const plan::CpuPlan &plan, cake_gdn_direction direction,
+         char *workspace) {
     workspace += -reinterpret_cast<uintptr_t>(workspace) % plan::kAlignment;
     double *partials =
         plan.gate_partials.bytes > 0 ? reinterpret_cast<double *>(workspace + plan.gate_partials.offset) : nullptr;
     const Call call{&p, &plan, direction, partials};
-    const Unit &unit = selected_unit();
     if (direction == CAKE_GDN_FORWARD && p.h.data) {
         clear_unused_slots(p, p.h.dtype == CAKE_GDN_FP64 ? 8 : 4);
     }

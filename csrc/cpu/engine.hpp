@@ -25,7 +25,8 @@ struct Unit {
 // The widest unit that this machine can run.
 const Unit &selected_unit();
 
-void run(const cake_gdn_problem &problem, const plan::CpuPlan &plan, cake_gdn_direction direction, char *workspace);
+void run(const Unit &unit, const cake_gdn_problem &problem, const plan::CpuPlan &plan, cake_gdn_direction direction,
+         char *workspace);
 
 // Tokens of the packed sequence n, or of the batch row n: [begin, begin + length) of the batch row b.
 struct Sequence {

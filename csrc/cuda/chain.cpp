@@ -20,8 +20,8 @@ public:
 
     void forward() {
         prepare(false);
-        for (int64_t begin = 0; begin < p_.HV; begin += plan_.scan.heads) {
-            scan_begin_ = begin, scan_heads_ = std::min(plan_.scan.heads, p_.HV - begin);
+        for (int64_t begin = 0; begin < p_.HV; begin += plan_.scan_heads) {
+            scan_begin_ = begin, scan_heads_ = std::min(plan_.scan_heads, p_.HV - begin);
             head_begin_ = begin, heads_ = scan_heads_;
             wy(p_.A.data);
             fwd_scan(true);
@@ -31,8 +31,8 @@ public:
 
     void backward() {
         prepare(true);
-        for (int64_t begin = 0; begin < p_.HV; begin += plan_.scan.heads) {
-            scan_begin_ = begin, scan_heads_ = std::min(plan_.scan.heads, p_.HV - begin);
+        for (int64_t begin = 0; begin < p_.HV; begin += plan_.scan_heads) {
+            scan_begin_ = begin, scan_heads_ = std::min(plan_.scan_heads, p_.HV - begin);
             head_begin_ = begin, heads_ = scan_heads_;
             if (p_.h.data) {
                 wy_recompute();
@@ -44,7 +44,7 @@ public:
             adjoint_scan();
             const int64_t end = begin + scan_heads_;
             for (head_begin_ = begin; head_begin_ < end; head_begin_ += heads_) {
-                heads_ = std::min(plan_.tail.heads, end - head_begin_);
+                heads_ = std::min(plan_.tail_heads, end - head_begin_);
                 dqkwg();
                 wy_backward();
                 finalize(p_.dq, at(plan_.dq), at(plan_.q), at(plan_.q_rstd));
@@ -319,8 +319,11 @@ private:
 
 }  // namespace
 
-void run_chain(const cake_gdn_problem &problem, const plan::GpuPlan &plan, cake_gdn_direction direction,
-               void *workspace, void *stream) {
+void run(const cake_gdn_problem &problem, const plan::GpuPlan &plan, cake_gdn_direction direction, void *workspace,
+         void *stream) {
+    if (reinterpret_cast<uintptr_t>(workspace) % plan::kGpuAlignment != 0) {
+        throw Error(CAKE_GDN_INVALID_ARGUMENT, "workspace must start at a multiple of 256 bytes");
+    }
     const DeviceGuard guard(problem.device);
     Chain chain(problem, plan, workspace, stream);
     if (direction == CAKE_GDN_FORWARD) {

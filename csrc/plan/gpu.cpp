@@ -16,10 +16,10 @@ constexpr int64_t kTailSliceBytes = int64_t(256) << 20;
 constexpr int64_t kElement = 2;  // bytes of bf16 and fp16
 
 // The largest slice of whole groups that stays within `budget`, at least one group; equal slices where possible.
-HeadSlices slices(int64_t heads, int64_t group, int64_t bytes_per_head, int64_t budget) {
+int64_t slice(int64_t heads, int64_t group, int64_t bytes_per_head, int64_t budget) {
     const int64_t groups = heads / group;
     const int64_t count = std::min(groups, ceil_div(product(heads, bytes_per_head), budget));
-    return {ceil_div(groups, std::max<int64_t>(count, 1)) * group};
+    return ceil_div(groups, std::max<int64_t>(count, 1)) * group;
 }
 
 }  // namespace
@@ -36,8 +36,8 @@ GpuPlan plan_gpu(const Shape &s) {
     const bool own_states = !s.saved_states;
     const int64_t scan_head =
         product(rows, Kw + Vw) + (own_states ? state : 0) + (s.backward ? product(rows, Vw) + state : 0);
-    plan.scan = s.saved_states ? HeadSlices{s.HV} : slices(s.HV, s.group(), scan_head, kScanSliceBytes);
-    plan.tail = slices(plan.scan.heads, s.group(), product(3, rows, Kw), kTailSliceBytes);
+    plan.scan_heads = s.saved_states ? s.HV : slice(s.HV, s.group(), scan_head, kScanSliceBytes);
+    plan.tail_heads = slice(plan.scan_heads, s.group(), product(3, rows, Kw), kTailSliceBytes);
 
     Arena arena(kGpuAlignment);
     const auto place = [&](int64_t elements, int64_t bytes, int first, int last) {
@@ -58,7 +58,7 @@ GpuPlan plan_gpu(const Shape &s) {
     // The slices run the stages from kWy on again and again: what all of them read or write lives from the start, and
     // what a later tail slice reads lives to the last of its stages.
     if (s.pack_v) plan.v = place(product(tokens, s.HV, Vw), kElement, kPrepare, kFinalize);
-    const int64_t heads = plan.scan.heads, tail = plan.tail.heads;
+    const int64_t heads = plan.scan_heads, tail = plan.tail_heads;
     const int last = s.backward ? kFinalize : kResult;
     if (s.backward) {
         if (s.normalise) {
@@ -68,7 +68,7 @@ GpuPlan plan_gpu(const Shape &s) {
         if (s.pack_do) plan.d_o = place(product(tokens, s.HV, Vw), kElement, kPrepare, kFinalize);
         plan.dcum = place(product(s.HV, tokens), 4, kPrepare, kGates);
         plan.dstep = place(product(s.HV, tokens), 4, kPrepare, kGates);
-        if (s.gate_gradients) plan.partials = place(plan.max_chunks * s.HV * 2, 4, kGates, kGates);
+        if (s.gate_gradients) plan.partials = place(product(plan.max_chunks, s.HV, 2), 4, kGates, kGates);
         if (own_states) plan.A = place(product(tokens, s.HV, kChunk), kElement, kWy, kFinalize);
     }
     plan.u = place(product(tokens, heads, Vw), kElement, kWy, last);

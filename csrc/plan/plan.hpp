@@ -25,7 +25,6 @@ struct TooLarge : std::length_error {
 // What a plan may know about a problem.
 struct Shape {
     int64_t B, T, H, HV, K, V, N;
-    bool packed;          // cu_seqlens given
     int64_t state_bytes;  // of one element of the state: 4, or 8 for fp64 inputs
     bool backward;
     bool saved_states;    // h given: written by the forward, read by the backward
@@ -135,16 +134,12 @@ static inline int64_t table_segments(int64_t tokens, int64_t N, int64_t segment_
     return N + (tokens > 0 ? (tokens - 1) / kChunk / segment_chunks : 0);
 }
 
-// A run of value heads, always whole groups.
-struct HeadSlices {
-    int64_t heads;  // of one slice; the last may have fewer
-};
-
 struct GpuPlan {
     int64_t segment_chunks;  // chunks of a full segment of the tables
     int64_t max_chunks, max_segments;
-    HeadSlices scan;  // value heads whose states and corrected values are held at a time
-    HeadSlices tail;  // of those, the heads whose parts of dq and dk are held at a time (backward)
+    // Value heads of a slice, whole groups: those whose states and corrected values are held at a time, and of those the
+    // ones whose parts of dq and dk are (backward). The last slice may have fewer.
+    int64_t scan_heads, tail_heads;
     // Tables.
     Buffer offsets, sequence_chunk, sequence_segment, chunks, segments;
     // Per token and value head, of all heads; packed rows of all heads.

@@ -1,10 +1,8 @@
 #include "support.hpp"
 
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <thread>
 
 #include "plan/plan.hpp"
 
@@ -354,7 +352,6 @@ void run_unit(const cpu::Unit &unit, const cake_gdn_problem &p, cake_gdn_directi
               unsigned char fill) {
     plan::Shape shape{};
     shape.B = p.B, shape.T = p.T, shape.H = p.H, shape.HV = p.HV, shape.K = p.K, shape.V = p.V, shape.N = p.N;
-    shape.packed = p.cu_seqlens.data != nullptr;
     shape.state_bytes = p.q.dtype == CAKE_GDN_FP64 ? 8 : 4;
     shape.backward = direction == CAKE_GDN_BACKWARD;
     shape.saved_states = p.h.data != nullptr;
@@ -362,37 +359,11 @@ void run_unit(const cpu::Unit &unit, const cake_gdn_problem &p, cake_gdn_directi
     const plan::CpuPlan plan = plan::plan_cpu(shape, plan::Traits{threads});
 
     std::vector<char> memory(static_cast<size_t>(plan.bytes), char(fill));
-    char *workspace = memory.data();
-    while (reinterpret_cast<uintptr_t>(workspace) % uintptr_t(plan::kAlignment)) ++workspace;
-    auto *partials = shape.gate_gradients ? reinterpret_cast<double *>(workspace + plan.gate_partials.offset) : nullptr;
-    const cpu::Call call{&p, &plan, direction, partials};
-    std::atomic<int64_t> next{0};
-    std::vector<std::thread> team;
-    for (int i = 0; i < plan.threads; ++i) {
-        char *scratch = workspace + plan.thread_offset + i * plan.scratch.bytes;
-        team.emplace_back([&, scratch] {
-            for (int64_t index; (index = next.fetch_add(1)) < plan.units;) unit.run(call, index, scratch);
-        });
-    }
-    for (std::thread &thread : team) thread.join();
-
-    const cake_gdn_tensor *const targets[2] = {&p.dA_log, &p.ddt_bias};
-    for (int64_t i = 0; i < 2 * p.HV && partials != nullptr; ++i) {
-        double sum = 0;
-        for (int64_t n = 0; n < p.N; ++n) sum += partials[2 * n * p.HV + i];
-        const cake_gdn_tensor &to = *targets[i % 2];
-        if (to.data == nullptr) continue;
-        if (to.dtype == CAKE_GDN_FP64) {
-            static_cast<double *>(to.data)[i / 2 * to.stride[0]] = sum;
-        } else {
-            static_cast<float *>(to.data)[i / 2 * to.stride[0]] = float(sum);
-        }
-    }
+    cpu::run(unit, p, plan, direction, memory.data());
 }
 
 void run_unit(const cpu::Unit &unit, Case &call, int threads, unsigned char fill) {
     call.forget_outputs();
-    for (int64_t i = 0; i < call.h.count(); ++i) call.h.set(i, 0);  // the library clears what no chunk owns
     run_unit(unit, call.problem(CAKE_GDN_FORWARD), CAKE_GDN_FORWARD, threads, fill);
     run_unit(unit, call.problem(CAKE_GDN_BACKWARD), CAKE_GDN_BACKWARD, threads, fill);
 }

@@ -278,7 +278,6 @@ TEST_CASE("cpu plan: units are the (sequence, key head) pairs whatever the threa
     for (int limit : {1, 2, 8}) CHECK(plan_cpu(s, Traits{limit}).units == 21);
     Shape packed = s;
     packed.B = 1;
-    packed.packed = true;
     CHECK(plan_cpu(packed, Traits{1}).units == 21);
 }
 
@@ -398,13 +397,13 @@ TEST_CASE("gpu plan: slices are whole groups that cover all heads, and bound the
         const int64_t H = random.integer(1, 16), group = random.integer(1, 4), T = random.integer(0, 200000);
         const Shape s = gpu_shape(random.integer(1, 4), T, H, H * group, random.integer(0, 1), random.integer(0, 1));
         const GpuPlan plan = plan_gpu(s);
-        CHECK(plan.scan.heads % group == 0);
-        CHECK(plan.tail.heads % group == 0);
-        CHECK(plan.scan.heads >= group);
-        CHECK(plan.scan.heads <= s.HV);
-        CHECK(plan.tail.heads >= group);
-        CHECK(plan.tail.heads <= plan.scan.heads);
-        if (s.saved_states) CHECK(plan.scan.heads == s.HV);
+        CHECK(plan.scan_heads % group == 0);
+        CHECK(plan.tail_heads % group == 0);
+        CHECK(plan.scan_heads >= group);
+        CHECK(plan.scan_heads <= s.HV);
+        CHECK(plan.tail_heads >= group);
+        CHECK(plan.tail_heads <= plan.scan_heads);
+        if (s.saved_states) CHECK(plan.scan_heads == s.HV);
     }
 }
 
@@ -440,7 +439,6 @@ TEST_CASE("gpu plan: w makes room for what comes after the scans") {
 
 TEST_CASE("gpu plan: no buffer grows with the number of sequences times the state") {
     Shape few = gpu_shape(1, 100000, 4, 8, true, true);
-    few.packed = true;
     Shape many = few;
     many.N = 70000;
     // Only the tables may grow: 24 bytes of prefix sums and 16 of each table's entries a sequence.
