@@ -230,6 +230,9 @@ void check_problem(const cake_gdn_problem &p, cake_gdn_direction direction) {
                 text(slots));
     }
     h.contiguous({slots, p.HV, p.K, width});
+    if (p.backend == CAKE_GDN_CUDA && p.h.data != nullptr && p.A.data == nullptr) {
+        invalid("A is NULL; on a GPU it must be given with h");
+    }
     Field("A", p.A, tokens * p.HV * plan::kChunk).dtype(p.q.dtype, "like q").contiguous({p.B, p.T, p.HV, plan::kChunk});
     if (direction == CAKE_GDN_FORWARD) {
         Field("o", p.o, values).required().dtype(p.q.dtype, "like q").distinct({p.B, p.T, p.HV, p.V});

@@ -684,6 +684,18 @@ def queued(function) -> list[str]:
     return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
+def test_saved_states_without_inverses_are_refused():
+    """The C interface, before it looks at a device: the backward would read the missing tensor."""
+    from cake_gdn_det import _C
+
+    wide, narrow = (1 << 20, _C.BF16, (128 * 16, 16, 16, 1)), (1 << 20, _C.FP32, (128, 1, 1))
+    fields = dict.fromkeys("qkv", wide) | dict.fromkeys(("g", "beta"), narrow)
+    problem = _C.Problem(backend=_C.CUDA, scale=1.0, B=1, T=128, H=1, HV=1, K=16, V=16, N=1, slots=1, **fields)
+    problem.h = (1 << 20, _C.BF16, (256, 256, 16, 1))
+    with pytest.raises(ValueError, match="A is NULL"):
+        _C.workspace_size(problem, _C.BACKWARD)
+
+
 def test_errors_come_before_any_launch(op, rng):
     """And a good call with offsets on the device copies nothing to the host."""
     calls = [(arguments, ValueError) for arguments, *_ in wrong(rng)]
