@@ -64,16 +64,23 @@ class Empty(torch.autograd.Function):
         return (*ctx.saved_tensors[:5], *[None] * 9)
 
 
-def problems(forward: tuple, backward: tuple) -> dict[str, dict]:
-    """The fields that the two operators give to _C.Problem, and (so that their pointers stay good) the results."""
-    seen = []
+def problems(forward: tuple, backward: tuple) -> dict[str, _C.Problem]:
+    """What the two operators give to the library; `alive` holds what the pointers point to."""
+    seen, alive = [], []
     original = _C.Problem
-    _C.Problem = lambda **fields: seen.append(fields) or original(**fields)
+
+    def record(**fields):
+        alive.append(fields)
+        seen.append(original(**fields))
+        return seen[-1]
+
+    _C.Problem = record
     try:
-        alive = (torch_ops._forward(*forward), torch_ops._backward(*backward))
+        torch_ops._forward(*forward)
+        torch_ops._backward(*backward)
     finally:
         _C.Problem = original
-    return {"forward": seen[0], "backward": seen[1], "alive": {"results": alive}}
+    return {"forward": seen[0], "backward": seen[1], "alive": alive}
 
 
 def parts() -> dict[str, Callable[[], object]]:
@@ -99,8 +106,7 @@ def parts() -> dict[str, Callable[[], object]]:
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         return lambda: run(*detached)
 
-    def engine(run, direction, fields):
-        problem = _C.Problem(**fields)
+    def engine(run, direction, problem):
         size = _C.workspace_size(problem, direction)
         scratch = torch.empty(size, dtype=torch.uint8)
         return lambda: run(problem, scratch.data_ptr(), size, 0)
@@ -109,19 +115,18 @@ def parts() -> dict[str, Callable[[], object]]:
     forward = (*inputs, 0.25, 0, False, True)
     backward = (d_o, None, *inputs, None, None, 0.25, 0, NEEDS)
     with torch.no_grad():
-        fields = problems(forward, backward)
+        seen = problems(forward, backward)
     runs = {
         "whole": whole,
         "torch: an empty autograd.Function": empty,
         "record of the call": record,
         f"checks ({len(checks.RULES)} rules)": lambda: checks.check(call),
-        "cake_gdn_det::forward": untracked(torch_ops.forward, *forward),
-        "cake_gdn_det::backward": untracked(torch_ops.backward, *backward),
-        "of these two, _C.Problem": lambda: (_C.Problem(**fields["forward"]), _C.Problem(**fields["backward"])),
-        "of these two, the engine's forward": engine(_C.forward, _C.FORWARD, fields["forward"]),
-        "of these two, the engine's backward": engine(_C.backward, _C.BACKWARD, fields["backward"]),
+        "forward": untracked(torch_ops.call_forward, *forward),
+        "backward": untracked(torch_ops.call_backward, *backward),
+        "of these two, _C.Problem": lambda: [_C.Problem(**fields) for fields in seen["alive"]],
+        "of these two, the engine's forward": engine(_C.forward, _C.FORWARD, seen["forward"]),
+        "of these two, the engine's backward": engine(_C.backward, _C.BACKWARD, seen["backward"]),
     }
-    runs["whole"].alive = fields["alive"]
     return runs
 
 

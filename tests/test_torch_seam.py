@@ -79,7 +79,7 @@ def test_stub_lists_what_the_module_has():
     for node in stub.body:
         if isinstance(node, ast.AnnAssign):
             names.add(node.target.id)
-            assert isinstance(getattr(_C, node.target.id, 0), int)
+            assert isinstance(getattr(_C, node.target.id, 0), (int, dict))
         elif isinstance(node, ast.FunctionDef):
             names.add(node.name)
             if ast.unparse(node.args).endswith("Params, stream: int"):
@@ -161,9 +161,9 @@ def test_no_gradient_no_saved_state(rng, monkeypatch):
     with torch.inference_mode():
         chunk_gated_delta_rule(**leaves, save_state=True)
     chunk_gated_delta_rule(**case.inputs, save_state=True)
-    assert [(fields["slots"], "h" in fields) for fields in seen] == [(0, False)] * 3
+    assert [(fields["slots"], fields["h"] is None) for fields in seen] == [(0, True)] * 3
     chunk_gated_delta_rule(**leaves)
-    assert (seen[-1]["slots"], "h" in seen[-1]) == (3, True)
+    assert (seen[-1]["slots"], seen[-1]["h"] is None) == (3, False)
 
 
 @pytest.mark.parametrize("wanted", [(name,) for name in INPUTS] + [("q", "g", "dt_bias"), ("v", "initial_state")])
@@ -448,7 +448,7 @@ def test_opcheck(rng, sample, save_h):
     case = make_case(rng, **SAMPLES[sample])
     arguments = forward_arguments(case, final=save_h, save_h=save_h)
     torch.library.opcheck(torch_ops.forward, arguments)
-    h = torch_ops.forward(*arguments)[2] if save_h else None
+    h = torch_ops.forward(*arguments)[2] if save_h else None  # o, final_state, h
     present = [x is not None for x in arguments[:8]]
     for needs in (present, [x and i % 3 == 1 for i, x in enumerate(present)]):
         backward = (case.do, case.dht if save_h else None, *arguments[:10], h, None, *arguments[10:12], needs)
@@ -459,7 +459,7 @@ def test_schemas():
     assert str(torch_ops.forward._schema) == (
         "cake_gdn_det::forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
         "Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, int flags, "
-        "bool output_final_state, bool save) -> (Tensor o, Tensor final_state, Tensor h, Tensor A)"
+        "bool output_final_state, bool save) -> Tensor[]"
     )
     assert str(torch_ops.backward._schema) == (
         "cake_gdn_det::backward(Tensor? d_o, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
@@ -574,9 +574,7 @@ def test_vmap_of_the_operators_raises(rng):
         torch.vmap(lambda q: torch_ops.forward(q, *arguments[1:])[0])(twice)
     leaves = [x.requires_grad_() for x in five(case)]
     o = one_output(*leaves)
-    with pytest.raises(
-        RuntimeError, match="Batching rule not implemented"
-    ):  # a batch of gradients is a vmap over the backward
+    with pytest.raises(RuntimeError, match="doesn't have storage"):  # a batch of gradients is a vmap over the backward
         torch.autograd.grad(o, leaves, torch.stack([case.do] * 2), is_grads_batched=True)
 
 

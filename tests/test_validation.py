@@ -443,8 +443,8 @@ def test_problem_refuses_what_the_header_has_not():
         _C.Problem(device=2**31)
     with pytest.raises(OverflowError, match="T does not fit"):
         _C.Problem(T=2**63)
-    for bad in (0, (1, 2), (0, 0, [1]), (0, 0, (1,) * 5), (0.5, 0, (1,)), (0, 0, ("1",))):
-        with pytest.raises(TypeError, match="q must be"):
+    for bad in (0, "q", (1, 2), (0, 0, [1]), (0, 0, (1,) * 5), (0.5, 0, (1,)), (0, 0, ("1",))):
+        with pytest.raises(TypeError, match=r"q must (be|have)"):
             _C.Problem(q=bad)
 
 
@@ -457,6 +457,16 @@ def test_problem_keeps_what_it_is_given():
     problem.q = None
     problem.dh0 = (16, _C.FP64, (1,))
     assert (problem.q, problem.dh0) == (None, (16, _C.FP64, (1, 0, 0, 0)))
+
+
+def test_problem_reads_tensors():
+    x = torch.zeros(2, 3, 4, 5, dtype=torch.float16).transpose(1, 2)
+    assert _C.Problem(q=x).q == (x.data_ptr(), _C.FP16, (60, 5, 20, 1))
+    assert _C.Problem(A_log=x[0, 0, 0]).A_log == (x.data_ptr(), _C.FP16, (1, 0, 0, 0))
+    with pytest.raises(TypeError, match=r"q has an unknown dtype, torch\.bool"):
+        _C.Problem(q=x.bool())
+    with pytest.raises(TypeError, match="q must have at most four strides"):
+        _C.Problem(q=x[None])
 
 
 def test_statuses_become_exceptions():

@@ -106,19 +106,55 @@ void assign(T *&field, const char *name, PyObject *value) {
     field = static_cast<T *>(to_pointer(name, value));
 }
 
+// What every tensor is read by, made once: names, and torch's dtypes as the Python layer has registered them.
+struct TensorProtocol {
+    PyObject *data_ptr = PyUnicode_InternFromString("data_ptr");
+    PyObject *dtype = PyUnicode_InternFromString("dtype");
+    PyObject *stride = PyUnicode_InternFromString("stride");
+    PyObject *dtypes = PyDict_New();
+};
+
+const TensorProtocol &protocol() {
+    static const TensorProtocol instance;
+    return instance;
+}
+
+py::object take(PyObject *fresh) {
+    if (fresh == nullptr) {
+        throw py::error_already_set();
+    }
+    return py::reinterpret_steal<py::object>(fresh);
+}
+
+void assign_view(cake_gdn_tensor &field, const char *name, PyObject *data, PyObject *dtype, PyObject *strides) {
+    if (!PyTuple_Check(strides) || PyTuple_GET_SIZE(strides) > 4) {
+        raise(PyExc_TypeError, std::string(name) + " must have at most four strides");
+    }
+    field.data = to_pointer(name, data);
+    assign(field.dtype, name, dtype);
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(strides); ++i) {
+        assign(field.stride[i], name, PyTuple_GET_ITEM(strides, i));
+    }
+}
+
 void assign(cake_gdn_tensor &field, const char *name, PyObject *value) {
     cake_gdn_tensor tensor{};
-    if (value != Py_None) {
-        PyObject *strides = nullptr;
-        if (!PyTuple_Check(value) || PyTuple_GET_SIZE(value) != 3 ||
-            !PyTuple_Check(strides = PyTuple_GET_ITEM(value, 2)) || PyTuple_GET_SIZE(strides) > 4) {
-            raise(PyExc_TypeError, std::string(name) + " must be None or (data_ptr, dtype, at most four strides)");
+    if (PyTuple_Check(value) && PyTuple_GET_SIZE(value) == 3) {
+        assign_view(tensor, name, PyTuple_GET_ITEM(value, 0), PyTuple_GET_ITEM(value, 1), PyTuple_GET_ITEM(value, 2));
+    } else if (value != Py_None) {
+        const TensorProtocol &p = protocol();
+        const py::object dtype = py::reinterpret_steal<py::object>(PyObject_GetAttr(value, p.dtype));
+        if (!dtype) {
+            PyErr_Clear();
+            raise(PyExc_TypeError, std::string(name) + " must be None, a tensor or (data_ptr, dtype, strides)");
         }
-        tensor.data = to_pointer(name, PyTuple_GET_ITEM(value, 0));
-        assign(tensor.dtype, name, PyTuple_GET_ITEM(value, 1));
-        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(strides); ++i) {
-            assign(tensor.stride[i], name, PyTuple_GET_ITEM(strides, i));
+        PyObject *code = PyDict_GetItemWithError(p.dtypes, dtype.ptr());
+        if (code == nullptr) {
+            raise(PyExc_TypeError, std::string(name) + " has an unknown dtype, " + std::string(py::str(dtype)));
         }
+        const py::object data = take(PyObject_CallMethodNoArgs(value, p.data_ptr));
+        const py::object strides = take(PyObject_CallMethodNoArgs(value, p.stride));
+        assign_view(tensor, name, data.ptr(), code, strides.ptr());
     }
     field = tensor;
 }
@@ -189,10 +225,12 @@ void bind_struct(py::module_ &module, const char *name, const char *doc, const F
 void bind_problem(py::module_ &module) {
     using Struct = cake_gdn_problem;
     static const Field<Struct> fields[] = {PLAIN_FIELDS(FIELD) TENSOR_FIELDS(FIELD)};
-    bind_struct<Struct>(module, "Problem",
-                        "One call, cake_gdn_problem of cake_gdn_det.h. A tensor field is None or (data_ptr, dtype, "
-                        "strides in elements). Whoever fills it keeps the memory alive.",
-                        fields, [](Struct &s) { s.struct_size = sizeof s; });
+    bind_struct<Struct>(
+        module, "Problem",
+        "One call, cake_gdn_problem of cake_gdn_det.h. A tensor field is given as None, as a tensor whose "
+        "dtype is a key of `dtypes`, or as (data_ptr, dtype, strides in elements), and read as the "
+        "last. Whoever fills it keeps the memory alive.",
+        fields, [](Struct &s) { s.struct_size = sizeof s; });
 }
 
 using Entry = cake_gdn_status(const cake_gdn_problem *, void *, size_t, void *);
@@ -245,6 +283,7 @@ PYBIND11_MODULE(_C, m, py::mod_gil_not_used()) {
     }
     m.doc() = "cake_gdn_det.h for Python: pointers and streams are ints, a status is an exception.";
 
+    m.attr("dtypes") = py::reinterpret_borrow<py::dict>(protocol().dtypes);
     bind_problem(m);
     m.def("forward", &run<cake_gdn_forward>, py::arg("problem"), py::arg("workspace_ptr"), py::arg("workspace_bytes"),
           py::arg("stream"), "Runs the forward. Releases the GIL.");

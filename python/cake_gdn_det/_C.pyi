@@ -4,7 +4,12 @@
 
 from typing import TypeAlias
 
-Tensor: TypeAlias = tuple[int, int, tuple[int, ...]] | None  # (data_ptr, dtype, at most four strides in elements)
+import torch
+
+# Given as any of the three, read as the last or None: (data_ptr, dtype, at most four strides in elements).
+Tensor: TypeAlias = torch.Tensor | tuple[int, int, tuple[int, ...]] | None
+
+dtypes: dict[torch.dtype, int]  # torch's dtypes as constants; filled by whoever gives tensors to a Problem
 
 BF16: int
 FP16: int

@@ -187,22 +187,39 @@ def run_in_red_zones(case: Case, save: bool) -> dict[str, torch.Tensor]:
     scale = case.inputs["q"].shape[-1] ** -0.5
     stream = torch.cuda.current_stream().cuda_stream if device() == "cuda" else 0
 
-    def call(direction: int, run: Callable, saved, results: dict, outputs: list[torch.Tensor]) -> None:
-        problem = torch_ops._problem(inputs, cu, None, *saved, scale, flags, results)
+    def call(direction: int, run: Callable, fields: dict, outputs: list[torch.Tensor]) -> None:
+        q, v = inputs[0], inputs[2]
+        problem = _C.Problem(
+            backend=_C.CUDA if q.is_cuda else _C.CPU,
+            num_threads=1,
+            flags=flags,
+            scale=scale,
+            B=q.shape[0],
+            T=q.shape[1],
+            H=q.shape[2],
+            HV=v.shape[2],
+            K=q.shape[3],
+            V=v.shape[3],
+            N=q.shape[0] if cu is None else cu.shape[0] - 1,
+            slots=h.shape[0] if save else 0,
+            cu_seqlens=cu,
+            h=h,
+            A=A,
+            **dict(zip(torch_ops.INPUTS, inputs)),
+            **fields,
+        )
         size = _C.workspace_size(problem, direction)
         workspace = arena.reserve((size,), torch.uint8)
         arena.call(lambda: run(problem, workspace.data_ptr(), size, stream), [*outputs, workspace])
 
-    shapes = torch_ops._forward_outputs(*inputs, cu, None, scale, flags, True, save)
-    o, final_state, h, A = (arena.like(x) for x in shapes)
-    saved = (h, A) if save else (None, None)
-    written = [o, final_state, *(saved if save else ())]
-    call(_C.FORWARD, _C.forward, saved, {"o": o, "final_state": final_state}, written)
+    results = [arena.like(x) for x in torch_ops._forward_outputs(*inputs, cu, None, scale, flags, True, save)]
+    o, final_state, h, A = torch_ops.named(results, True, save)
+    call(_C.FORWARD, _C.forward, {"o": o, "final_state": final_state}, results)
     present = [x is not None for x in inputs]
     shapes = torch_ops._backward_outputs(d_o, dht, *inputs, cu, None, h, A, scale, flags, present)
     grads = [arena.like(x) for x in shapes]
     names = [name for name, there in zip(torch_ops.GRADIENTS, present) if there]
-    call(_C.BACKWARD, _C.backward, saved, {"d_o": d_o, "dht": dht} | dict(zip(names, grads)), grads)
+    call(_C.BACKWARD, _C.backward, {"d_o": d_o, "dht": dht} | dict(zip(names, grads)), grads)
     return {"o": o, "final_state": final_state} | dict(zip(names, grads))
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _C
 from .call import Call, device_of, shape_of
 from .checks import check
-from .torch_ops import INPUTS, backward, forward
+from .torch_ops import INPUTS, call_backward, call_forward, named
 
 
 class _Once(torch.autograd.Function):
@@ -20,7 +20,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(backward(*arguments))
+        return tuple(call_backward(*arguments))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
@@ -52,18 +52,19 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         save: bool,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-        o, final_state, h, A = forward(*inputs, scale, flags, output_final_state, save)
+        results = call_forward(*inputs, scale, flags, output_final_state, save)
+        o, final_state, h, A = named(results, output_final_state, save)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, h if save else None, A if save and q.is_cuda else None)
+        ctx.save_for_backward(*inputs, h, A)
         ctx.scale = scale
         ctx.flags = flags
-        return o, final_state if output_final_state else None
+        return o, final_state
 
     @staticmethod
     def backward(ctx: Any, d_o: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[: len(INPUTS)]
         # A compiled graph needs no _Once: what runs it refuses double backward by itself.
-        call = _Once.apply if torch.is_grad_enabled() and not torch.compiler.is_compiling() else backward
+        call = _Once.apply if torch.is_grad_enabled() and not torch.compiler.is_compiling() else call_backward
         gradients = call(d_o, dht, *ctx.saved_tensors, ctx.scale, ctx.flags, needs)
         wanted = iter(gradients)
         return (*[next(wanted) if need else None for need in needs], None, None, None, None, None, None)

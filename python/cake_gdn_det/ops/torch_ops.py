@@ -3,11 +3,14 @@
 They are the graph nodes that torch.compile sees; user code calls chunk_gated_delta_rule (chunk.py), which checks its
 arguments and gives these operators their derivative. Each operator allocates its outputs with the very function that is
 its fake kernel, then lets the library fill them: the shapes are written once, and hold no Python branch on a size, so
-that a traced length stays a symbol. An output of the forward that is not wanted is returned as an empty tensor; the
-backward returns a list of those gradients that are wanted. Scratch lives and dies inside an implementation.
+that a traced length stays a symbol. They return lists of what is wanted: the forward of [o, final_state, h, A], the
+backward of the gradients. Scratch lives and dies inside an implementation.
 """
 
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable
+from itertools import compress
+from operator import itemgetter
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,8 +32,7 @@ _INPUT_SCHEMA = (
 _LIBRARY = torch.library.Library("cake_gdn_det", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _LIBRARY.define(
-    f"forward({_INPUT_SCHEMA}, float scale, int flags, bool output_final_state, bool save) "
-    "-> (Tensor o, Tensor final_state, Tensor h, Tensor A)",
+    f"forward({_INPUT_SCHEMA}, float scale, int flags, bool output_final_state, bool save) -> Tensor[]",
     tags=_TAGS,
 )
 _LIBRARY.define(
@@ -50,6 +52,7 @@ _DTYPES = {
     torch.int64: _C.INT64,
 }
 _BACKENDS = {"cpu": _C.CPU, "cuda": _C.CUDA, "meta": _C.CPU}
+_C.dtypes.update(_DTYPES)
 _FLOATS = {code: dtype for dtype, code in _DTYPES.items()}
 _STATE_DTYPES = {
     (device, dtype): _FLOATS[_C.state_dtype(backend, _DTYPES[dtype])]
@@ -58,14 +61,12 @@ _STATE_DTYPES = {
     if (device, dtype) != ("cuda", torch.float64)
 }
 
-_Inputs: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
-
 # ---- shapes: fake kernels, and allocation for the real ones ----
 
 
 def saved_shapes(
     B: int, T: int, HV: int, K: int, V: int, backend: int = _C.CPU
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """Shapes of what the forward keeps for the backward: h [slots, HV, K, W], the chunk-start states, and, on a GPU
     only, A [B, T, HV, 64], the chunks' inverses.
 
@@ -75,7 +76,7 @@ def saved_shapes(
     """
     last = max(T - 1, 0) if type(T) is int else torch.sym_max(T - 1, 0)
     h = (B * (last // _C.CHUNK), HV, K, _C.state_width(backend, V))
-    return h, (B, T, HV, _C.CHUNK) if backend == _C.CUDA else (0,)
+    return h, (B, T, HV, _C.CHUNK) if backend == _C.CUDA else None
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -97,20 +98,28 @@ def _forward_outputs(
     flags: int,
     output_final_state: bool,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     B, T, HV, V = v.shape
     K = q.shape[3]
-    dtype = q.dtype
-    o = torch.empty_like(v, memory_format=torch.contiguous_format)  # v has the shape of o and the dtype of q
+    results = [torch.empty_like(v, memory_format=torch.contiguous_format)]  # v has the shape of o and the dtype of q
     if output_final_state:
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         state = (N, HV, V, K) if flags & _C.STATE_V_FIRST else (N, HV, K, V)
-        final_state = q.new_empty(state, dtype=_wide(dtype))
-    else:
-        final_state = q.new_empty(0, dtype=_wide(dtype))
-    h_shape, A_shape = saved_shapes(B, T, HV, K, V, _BACKENDS[q.device.type]) if save else ((0,), (0,))
-    h = q.new_empty(h_shape, dtype=_STATE_DTYPES[q.device.type, dtype])
-    return o, final_state, h, q.new_empty(A_shape)
+        results.append(q.new_empty(state, dtype=_wide(q.dtype)))
+    if save:
+        h_shape, A_shape = saved_shapes(B, T, HV, K, V, _BACKENDS[q.device.type])
+        results.append(q.new_empty(h_shape, dtype=_STATE_DTYPES[q.device.type, q.dtype]))
+        if A_shape is not None:
+            results.append(q.new_empty(A_shape))
+    return results
+
+
+def named(
+    results: list[Tensor], output_final_state: bool, save: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """o, final_state, h and A of the forward's list."""
+    rest = iter(results)
+    return next(rest), next(rest) if output_final_state else None, next(rest) if save else None, next(rest, None)
 
 
 def _backward_outputs(
@@ -133,56 +142,37 @@ def _backward_outputs(
     needs: list[bool],
 ) -> list[Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return [
-        torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x, need in zip(inputs, needs, strict=True)
-        if need and x is not None
-    ]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in compress(inputs, needs)]
 
 
 # ---- implementations ----
 
 
-def _problem(
-    inputs: _Inputs,
-    cu_seqlens: Tensor | None,
-    cu_seqlens_cpu: Tensor | None,
-    h: Tensor | None,
-    A: Tensor | None,
-    scale: float,
-    flags: int,
-    results: dict[str, Tensor | None],
-) -> _C.Problem:
-    q, _, v, *_ = inputs
-    _, _, H, K = q.shape
-    B, T, HV, V = v.shape
-    fields: dict[str, Any] = {
-        "backend": _C.CUDA if q.is_cuda else _C.CPU,
-        "device": max(q.get_device(), 0),
-        "num_threads": torch.get_num_threads(),
-        "flags": flags,
-        "scale": scale,
-        "B": B,
-        "T": T,
-        "H": H,
-        "HV": HV,
-        "K": K,
-        "V": V,
-        "N": B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        "slots": 0 if h is None else h.shape[0],
-    }
-    others = (cu_seqlens, cu_seqlens_cpu, h, A)
-    for names, tensors in ((INPUTS, inputs), (_OTHERS, others), (results.keys(), results.values())):
-        for name, tensor in zip(names, tensors, strict=True):
-            if tensor is not None:
-                fields[name] = (tensor.data_ptr(), _DTYPES[tensor.dtype], tensor.stride())
-    return _C.Problem(**fields)
-
-
-def _run(problem: _C.Problem, direction: int, q: Tensor) -> None:
+def _run(direction: int, scale: float, flags: int, slots: int, **tensors: Tensor | None) -> None:
+    """One call of the library, with its scratch; `tensors` are fields of _C.Problem."""
+    q, v, cu_seqlens = tensors["q"], tensors["v"], tensors["cu_seqlens"]
+    assert q is not None and v is not None
+    B, T, H, K = q.shape
+    _, _, HV, V = v.shape
+    problem = _C.Problem(
+        backend=_C.CUDA if q.is_cuda else _C.CPU,
+        device=max(q.get_device(), 0),
+        num_threads=torch.get_num_threads(),
+        flags=flags,
+        scale=scale,
+        B=B,
+        T=T,
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        N=B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        slots=slots,
+        **tensors,
+    )
     size = _C.workspace_size(problem, direction)
-    scratch = q.new_empty((size,), dtype=torch.uint8)
-    stream = torch.cuda.current_stream(q.device).cuda_stream if q.is_cuda else 0
+    scratch = q.new_empty(size, dtype=torch.uint8)
+    stream = torch._C._cuda_getCurrentRawStream(q.get_device()) if q.is_cuda else 0  # a Stream object costs 7 us
     call = _C.forward if direction == _C.FORWARD else _C.backward
     call(problem, scratch.data_ptr(), size, stream)
 
@@ -231,16 +221,32 @@ def _forward(
     flags: int,
     output_final_state: bool,
     save: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> list[Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     _refuse_tracked(*inputs)
     outputs = _forward_outputs(*inputs, cu_seqlens, cu_seqlens_cpu, scale, flags, output_final_state, save)
-    o, final_state, h, A = outputs
-    cu_seqlens, cu_seqlens_cpu = _offsets(cu_seqlens, cu_seqlens_cpu, q)
-    results: dict[str, Tensor | None] = {"o": o, "final_state": final_state if output_final_state else None}
-    saved = (h, A) if save else (None, None)
-    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, *saved, scale, flags, results)
-    _run(problem, _C.FORWARD, q)
+    o, final_state, h, A = named(outputs, output_final_state, save)
+    cu_seqlens, cu_seqlens_host = _offsets(cu_seqlens, cu_seqlens_cpu, q)
+    _run(
+        _C.FORWARD,
+        scale,
+        flags,
+        0 if h is None else h.shape[0],
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_host=cu_seqlens_host,
+        o=o,
+        final_state=final_state,
+        h=h,
+        A=A,
+    )
     return outputs
 
 
@@ -266,18 +272,33 @@ def _backward(
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     _refuse_tracked(*inputs, d_o, dht)
     gradients = _backward_outputs(d_o, dht, *inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, needs)
-    results: dict[str, Tensor | None] = {"d_o": d_o, "dht": dht}
-    wanted = iter(gradients)
-    for name, x, need in zip(GRADIENTS, inputs, needs, strict=True):
-        if need and x is not None:
-            results[name] = next(wanted)
+    results = dict(zip(compress(GRADIENTS, needs), gradients, strict=True))
     # The library writes dh0 in the dtype of its states; the caller's initial_state may have another one.
     dh0 = results.get("dh0")
     if dh0 is not None and dh0.dtype is not _wide(q.dtype):
         results["dh0"] = dh0.to(_wide(q.dtype))
-    cu_seqlens, cu_seqlens_cpu = _offsets(cu_seqlens, cu_seqlens_cpu, q)
-    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, results)
-    _run(problem, _C.BACKWARD, q)
+    cu_seqlens, cu_seqlens_host = _offsets(cu_seqlens, cu_seqlens_cpu, q)
+    _run(
+        _C.BACKWARD,
+        scale,
+        flags,
+        0 if h is None else h.shape[0],
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_host=cu_seqlens_host,
+        h=h,
+        A=A,
+        d_o=d_o,
+        dht=dht,
+        **results,
+    )
     if dh0 is not None and results["dh0"] is not dh0:
         dh0.copy_(results["dh0"])
     return gradients
@@ -295,3 +316,31 @@ for _name, _implementation, _fake in (
         _LIBRARY.impl(_name, _implementation, _key)
     torch.library.register_fake(f"cake_gdn_det::{_name}", _fake, lib=_LIBRARY)
     torch.library.register_vmap(f"cake_gdn_det::{_name}", _no_vmap, lib=_LIBRARY)
+
+
+# ---- calls ----
+
+_PLAIN = {Tensor, torch.nn.Parameter, type(None), float, int, bool, tuple}
+
+
+def _entry(
+    operator: Any, implementation: Callable[..., list[Tensor]], q: Callable[[tuple[Any, ...]], Tensor]
+) -> Callable[..., list[Tensor]]:
+    """The operator as chunk.py calls it: where nothing wants to see the call (no tracer, dispatch mode, tensor subclass
+    or meta tensor), its implementation at once. The dispatcher's way to Python and back is a tenth of a small call."""
+
+    def call(*arguments: Any) -> list[Tensor]:
+        seen = (
+            torch.compiler.is_compiling()
+            or torch._C._len_torch_dispatch_stack() > 0
+            or not _PLAIN.issuperset(map(type, arguments))
+            or q(arguments).is_meta
+        )
+        result: list[Tensor] = operator(*arguments) if seen else implementation(*arguments)
+        return result
+
+    return call
+
+
+call_forward = _entry(forward, _forward, itemgetter(0))
+call_backward = _entry(backward, _backward, itemgetter(2))
