@@ -64,23 +64,23 @@ class Empty(torch.autograd.Function):
         return (*ctx.saved_tensors[:5], *[None] * 9)
 
 
-def problems(forward: tuple, backward: tuple) -> dict[str, _C.Problem]:
-    """What the two operators give to the library; `alive` holds what the pointers point to."""
-    seen, alive = [], []
-    original = _C.Problem
+def problems(forward: tuple, backward: tuple) -> dict[str, tuple]:
+    """The values of which the two operators make their _C.Problem (tensors: they keep the memory alive)."""
+    seen = []
 
-    def record(**fields):
-        alive.append(fields)
-        seen.append(original(**fields))
-        return seen[-1]
+    class Recorder:
+        @staticmethod
+        def of(*values):
+            seen.append(values)
+            return original.of(*values)
 
-    _C.Problem = record
+    original, _C.Problem = _C.Problem, Recorder
     try:
         torch_ops._forward(*forward)
         torch_ops._backward(*backward)
     finally:
         _C.Problem = original
-    return {"forward": seen[0], "backward": seen[1], "alive": alive}
+    return dict(zip(("forward", "backward"), seen))
 
 
 def parts() -> dict[str, Callable[[], object]]:
@@ -106,7 +106,8 @@ def parts() -> dict[str, Callable[[], object]]:
         detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in arguments]
         return lambda: run(*detached)
 
-    def engine(run, direction, problem):
+    def engine(run, direction, values):
+        problem = _C.Problem.of(*values)
         size = _C.workspace_size(problem, direction)
         scratch = torch.empty(size, dtype=torch.uint8)
         return lambda: run(problem, scratch.data_ptr(), size, 0)
@@ -123,7 +124,7 @@ def parts() -> dict[str, Callable[[], object]]:
         f"checks ({len(checks.RULES)} rules)": lambda: checks.check(call),
         "forward": untracked(torch_ops.call_forward, *forward),
         "backward": untracked(torch_ops.call_backward, *backward),
-        "of these two, _C.Problem": lambda: [_C.Problem(**fields) for fields in seen["alive"]],
+        "of these two, _C.Problem": lambda: [_C.Problem.of(*values) for values in seen.values()],
         "of these two, the engine's forward": engine(_C.forward, _C.FORWARD, seen["forward"]),
         "of these two, the engine's backward": engine(_C.backward, _C.BACKWARD, seen["backward"]),
     }

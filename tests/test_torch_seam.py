@@ -140,15 +140,15 @@ def test_chunk_states_are_kept_as_asked(rng, save_state, kept, dtype):
 
 
 def spy(monkeypatch):
-    """Records the arguments of every _C.Problem."""
+    """Records every _C.Problem that the operators make."""
     seen = []
-    problem = _C.Problem
+    workspace_size = _C.workspace_size
 
-    def record(**fields):
-        seen.append(fields)
-        return problem(**fields)
+    def record(problem, direction):
+        seen.append(problem)
+        return workspace_size(problem, direction)
 
-    monkeypatch.setattr(torch_ops._C, "Problem", record)
+    monkeypatch.setattr(torch_ops._C, "workspace_size", record)
     return seen
 
 
@@ -161,9 +161,9 @@ def test_no_gradient_no_saved_state(rng, monkeypatch):
     with torch.inference_mode():
         chunk_gated_delta_rule(**leaves, save_state=True)
     chunk_gated_delta_rule(**case.inputs, save_state=True)
-    assert [(fields["slots"], fields["h"] is None) for fields in seen] == [(0, True)] * 3
+    assert [(problem.slots, problem.h) for problem in seen] == [(0, None)] * 3
     chunk_gated_delta_rule(**leaves)
-    assert (seen[-1]["slots"], seen[-1]["h"] is None) == (3, False)
+    assert (seen[-1].slots, seen[-1].h is None) == (3, False)
 
 
 @pytest.mark.parametrize("wanted", [(name,) for name in INPUTS] + [("q", "g", "dt_bias"), ("v", "initial_state")])
@@ -174,7 +174,7 @@ def test_only_wanted_gradients_are_computed(rng, monkeypatch, wanted):
     some = run(chunk_gated_delta_rule, case, wanted)
     assert set(some) == {"o", "final_state", *(GRADS[name] for name in wanted)}
     assert_same_bits(some, full)
-    assert {name for name in seen[-1] if name in torch_ops.GRADIENTS} == {GRADS[name] for name in wanted}
+    assert [name for name in INPUTS if getattr(seen[-1], GRADS[name]) is not None] == [n for n in INPUTS if n in wanted]
 
 
 @pytest.mark.parametrize("threads_used", [1, 3])
@@ -182,7 +182,7 @@ def test_threads_of_torch_are_used(rng, monkeypatch, threads, threads_used):
     seen = spy(monkeypatch)
     threads(threads_used)
     run(chunk_gated_delta_rule, make_case(rng, T=5))
-    assert [fields["num_threads"] for fields in seen] == [threads_used] * 2
+    assert [problem.num_threads for problem in seen] == [threads_used] * 2
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16, F32, F64], ids=str)

@@ -459,6 +459,15 @@ def test_problem_keeps_what_it_is_given():
     assert (problem.q, problem.dh0) == (None, (16, _C.FP64, (1, 0, 0, 0)))
 
 
+def test_problem_of_all_fields():
+    values = [*range(4), 0.5, *range(5, 13), *[(64 * i, _C.FP32, (i, 0, 0, 0)) for i in range(1, 25)]]
+    problem = _C.Problem.of(*values)
+    assert (problem.backend, problem.flags, problem.scale, problem.slots) == (0, 3, 0.5, 12)
+    assert (problem.q, problem.dh0) == (values[13], values[-1])
+    with pytest.raises(TypeError, match="takes 37 values, not 36"):
+        _C.Problem.of(*values[1:])
+
+
 def test_problem_reads_tensors():
     x = torch.zeros(2, 3, 4, 5, dtype=torch.float16).transpose(1, 2)
     assert _C.Problem(q=x).q == (x.data_ptr(), _C.FP16, (60, 5, 20, 1))

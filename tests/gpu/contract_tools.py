@@ -218,7 +218,7 @@ def run_in_red_zones(case: Case, save: bool) -> dict[str, torch.Tensor]:
     present = [x is not None for x in inputs]
     shapes = torch_ops._backward_outputs(d_o, dht, *inputs, cu, None, h, A, scale, flags, present)
     grads = [arena.like(x) for x in shapes]
-    names = [name for name, there in zip(torch_ops.GRADIENTS, present) if there]
+    names = [GRADS[name] for name, there in zip(torch_ops.INPUTS, present) if there]
     call(_C.BACKWARD, _C.backward, {"d_o": d_o, "dht": dht} | dict(zip(names, grads)), grads)
     return {"o": o, "final_state": final_state} | dict(zip(names, grads))
 

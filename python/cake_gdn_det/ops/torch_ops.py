@@ -20,11 +20,6 @@ from .. import _C
 INPUTS = ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state")
 """The differentiable inputs, in the order of `needs` and of the gradients."""
 
-GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
-"""The fields of _C.Problem for their gradients."""
-
-_OTHERS = ("cu_seqlens", "cu_seqlens_host", "h", "A")
-
 _INPUT_SCHEMA = (
     "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, "
     "Tensor? cu_seqlens, Tensor? cu_seqlens_cpu"
@@ -148,31 +143,21 @@ def _backward_outputs(
 # ---- implementations ----
 
 
-def _run(direction: int, scale: float, flags: int, slots: int, **tensors: Tensor | None) -> None:
-    """One call of the library, with its scratch; `tensors` are fields of _C.Problem."""
-    q, v, cu_seqlens = tensors["q"], tensors["v"], tensors["cu_seqlens"]
-    assert q is not None and v is not None
+def _run(direction: int, scale: float, flags: int, tensors: tuple[Tensor | None, ...]) -> None:
+    """One call of the library, with its scratch; `tensors` are the tensor fields of _C.Problem, in order."""
+    q, _, v, *_, cu_seqlens, _, _, _, h = tensors[:13]
     B, T, H, K = q.shape
     _, _, HV, V = v.shape
-    problem = _C.Problem(
-        backend=_C.CUDA if q.is_cuda else _C.CPU,
-        device=max(q.get_device(), 0),
-        num_threads=torch.get_num_threads(),
-        flags=flags,
-        scale=scale,
-        B=B,
-        T=T,
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        N=B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        slots=slots,
-        **tensors,
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    slots = 0 if h is None else h.shape[0]
+    on_gpu = q.is_cuda
+    backend, device = (_C.CUDA, q.get_device()) if on_gpu else (_C.CPU, 0)
+    problem = _C.Problem.of(
+        backend, device, torch.get_num_threads(), flags, scale, B, T, H, HV, K, V, N, slots, *tensors
     )
     size = _C.workspace_size(problem, direction)
     scratch = q.new_empty(size, dtype=torch.uint8)
-    stream = torch._C._cuda_getCurrentRawStream(q.get_device()) if q.is_cuda else 0  # a Stream object costs 7 us
+    stream = torch._C._cuda_getCurrentRawStream(device) if on_gpu else 0  # a Stream object costs 7 us
     call = _C.forward if direction == _C.FORWARD else _C.backward
     call(problem, scratch.data_ptr(), size, stream)
 
@@ -228,24 +213,7 @@ def _forward(
     o, final_state, h, A = named(outputs, output_final_state, save)
     cu_seqlens, cu_seqlens_host = _offsets(cu_seqlens, cu_seqlens_cpu, q)
     _run(
-        _C.FORWARD,
-        scale,
-        flags,
-        0 if h is None else h.shape[0],
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_host=cu_seqlens_host,
-        o=o,
-        final_state=final_state,
-        h=h,
-        A=A,
+        _C.FORWARD, scale, flags, (*inputs, cu_seqlens, cu_seqlens_host, o, final_state, h, A, None, None, *[None] * 8)
     )
     return outputs
 
@@ -272,35 +240,16 @@ def _backward(
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     _refuse_tracked(*inputs, d_o, dht)
     gradients = _backward_outputs(d_o, dht, *inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, needs)
-    results = dict(zip(compress(GRADIENTS, needs), gradients, strict=True))
+    wanted = iter(gradients)
+    results = [next(wanted) if need else None for need in needs]
     # The library writes dh0 in the dtype of its states; the caller's initial_state may have another one.
-    dh0 = results.get("dh0")
-    if dh0 is not None and dh0.dtype is not _wide(q.dtype):
-        results["dh0"] = dh0.to(_wide(q.dtype))
+    dh0 = results[-1]
+    if dh0 is not None:
+        results[-1] = dh0.to(_wide(q.dtype))
     cu_seqlens, cu_seqlens_host = _offsets(cu_seqlens, cu_seqlens_cpu, q)
-    _run(
-        _C.BACKWARD,
-        scale,
-        flags,
-        0 if h is None else h.shape[0],
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        initial_state=initial_state,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_host=cu_seqlens_host,
-        h=h,
-        A=A,
-        d_o=d_o,
-        dht=dht,
-        **results,
-    )
-    if dh0 is not None and results["dh0"] is not dh0:
-        dh0.copy_(results["dh0"])
+    _run(_C.BACKWARD, scale, flags, (*inputs, cu_seqlens, cu_seqlens_host, None, None, h, A, d_o, dht, *results))
+    if dh0 is not None and results[-1] is not dh0:
+        dh0.copy_(results[-1])
     return gradients
 
 
