@@ -84,12 +84,14 @@ __device__ __forceinline__ void warp_gemm(float (&acc)[MT][NT][4], Tile<WA> a, i
     }
 }
 
-// The same with A in registers: ra[s] is the operand of k step s (accumulator columns 16 s.. packed by pack_operand).
+// The same with A in registers: ra[s] is the operand of k step s (accumulator columns 16 s.. packed by pack_operand), for
+// the steps from `begin` to `end`.
 template <class E, bool TransposedB, int STEPS, int NT, int WB>
 __device__ __forceinline__ void warp_gemm_registers(float (&acc)[NT][4], const uint32_t (&ra)[STEPS][4], Tile<WB> b,
-                                                    int n0) {
+                                                    int n0, int begin = 0, int end = STEPS) {
 #pragma unroll
     for (int s = 0; s < STEPS; ++s) {
+        if (s < begin || s >= end) continue;
 #pragma unroll
         for (int j = 0; j < NT; j += 2) {
             uint32_t rb[4];
@@ -98,6 +100,13 @@ __device__ __forceinline__ void warp_gemm_registers(float (&acc)[NT][4], const u
             ptx::mma<E>(acc[j + 1], ra[s], rb[2], rb[3]);
         }
     }
+}
+
+// A operands of 16 rows at m0 over all columns of a tile.
+template <class E, int W>
+__device__ __forceinline__ void load_operand(uint32_t (&ra)[W / 16][4], Tile<W> tile, int m0) {
+#pragma unroll
+    for (int s = 0; s < W / 16; ++s) tile.template load_a<false>(ra[s], m0, 16 * s);
 }
 
 // Accumulators of 16 rows x 16 STEPS columns -> A operands of STEPS k steps.
