@@ -130,10 +130,21 @@ class Pairs(click.ParamType):
     help="What to measure beside the operator; may be given several times. One that is not installed is a row that "
     "says so.",
 )
-@click.option("--plan", "plans", metavar="PLAN", multiple=True, help="A pinned plan to measure too; several times.")
+@click.option(
+    "--plan",
+    "plans",
+    metavar="PLAN",
+    multiple=True,
+    help="A plan to pin, measured beside the operator's own; may be given several times.",
+)
 @click.option("--batch-invariant", is_flag=True, help="Measure the operator with batch_invariant=True too.")
 @click.option("--rounds", type=click.IntRange(min=1), default=20, help="Samples of every time, at most.")
-@click.option("--seconds", type=click.FloatRange(min=0), default=1.0, help="For a rule on a shape; at least 5 samples.")
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=1.0,
+    help="Limit on the sampling of a rule on a shape, once it has five of every time.",
+)
 @click.option(
     "--error-tokens",
     type=click.IntRange(min=1),

@@ -19,7 +19,7 @@ from .measure import Options, measure
 from .peers import load
 from .reference import Accuracy
 from .results import Run
-from .shapes import GATES, select
+from .shapes import GATES, Shape, select
 from .timing import CpuDevice, CudaDevice, Device
 
 RESULTS, REPORT, STAGES = "bench.json", "bench.md", "stages.md"
@@ -55,18 +55,22 @@ def bench(
 ) -> Run:
     """Measures, writing the results after every shape, and draws them. An interrupt keeps what is measured."""
     check_extras()
+    shapes, chosen = selected(sets, heads, lengths), GATES if gates == "both" else (gates,)
     place = open_device(device)
-    shapes, chosen = select(sets, heads, lengths), GATES if gates == "both" else (gates,)
     rules = load(peers, plans, batch_invariant)
     accuracy = Accuracy(place.device, error_tokens or ERROR_TOKENS[place.device.type])
     options = Options(rounds, seconds)
     run = Run(command(), machine(place), {"rounds": rounds, "seconds": seconds, "error_tokens": accuracy.tokens})
+    absent = [rule.name for rule in rules if rule.absence]
     output.mkdir(parents=True, exist_ok=True)
+    for rule in rules:
+        if rule.absence:
+            print(f"{rule.name} {rule.absence}", flush=True)
     try:
         for shape, gate in progress([(shape, gate) for shape in shapes for gate in chosen]):
             run.cases.append(measure(shape, gate, rules, place, accuracy, options))
             run.save(output / RESULTS)
-            tqdm.write(report.one_line(run.cases[-1]))
+            tqdm.write(report.one_line(run.cases[-1], absent))
             sys.stdout.flush()
         run.complete = True
         run.save(output / RESULTS)
@@ -112,11 +116,18 @@ def measure_stages(
     (rule,) = load(())
     parts = ["# Stages of a forward + backward", f"`{command()}`", "; ".join(map(" ".join, machine(place).items()))]
     output.mkdir(parents=True, exist_ok=True)
-    for shape in progress(select(sets, heads, lengths)):
+    for shape in progress(selected(sets, heads, lengths)):
         parts += [f"## {shape}, {gate} gates", stages.measure_stages(shape, gate, rule, place)]
         tqdm.write(f"\n{parts[-2]}\n\n{parts[-1]}")
         (output / STAGES).write_text("\n\n".join(parts) + "\n")
     print(f"\nwrote {output / STAGES}")
+
+
+def selected(sets: Iterable[str], heads: Iterable[tuple[int, int]], lengths: Iterable[tuple[int, int]]) -> list[Shape]:
+    for H, HV in heads:
+        if HV % H:
+            raise UserError(f"--heads {H}/{HV}: HV must be a multiple of H")
+    return select(sets, heads, lengths)
 
 
 def open_device(name: str) -> Device:
@@ -138,16 +149,11 @@ def command() -> str:
 
 def machine(place: Device) -> dict[str, str]:
     """Where a run was made, and with what."""
-    found = info.collect()
-    build = found["library"].get("build", {})
-    names = {"device": place.name}
-    if place.device.type == "cuda":
-        names["driver for CUDA"] = str(found["gpus"].get("driver"))
-    else:
-        names["threads"] = str(torch.get_num_threads())
+    build = info.collect()["library"].get("build", {})
     commit = f" ({build['git_commit'][:12]})" if build.get("git_commit") else ""
+    names = {"device": place.name, **place.versions}
     names["cake_gdn_det"] = f"{build.get('version', 'unknown')}{commit}"
-    names["CUDA"] = build.get("cuda") or "none"
+    names["built with CUDA"] = build.get("cuda") or "none"
     names["torch"] = torch.__version__
     names["Python"] = platform.python_version()
     names["on"] = str(date.today())

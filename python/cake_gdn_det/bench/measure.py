@@ -50,10 +50,9 @@ def measure(shape: Shape, gates: str, rules: list[Rule], device: Device, accurac
             (row, call) for rule, row in admitted if (call := _prepare(rule, row, inputs, gates, device, accuracy))
         ]
         _time_eager(ready, inputs, device, options)
-        device.release()
         if device.has_graphs:
+            device.release()
             _time_graphs([(row, call) for row, call in ready if not row.problem], inputs, device, options)
-        device.release()
     _compare(rows)
     return case
 
@@ -80,21 +79,29 @@ def _prepare(rule: Rule, row: Row, inputs: Inputs, gates: str, device: Device, a
 
 
 def _fastest_form(rule: Rule, inputs: Inputs, device: Device) -> tuple[str, Call]:
+    """By the time of a forward + backward; a form that fails is none, unless all do."""
     forms = rule.forms_for(inputs.shape)
     if len(forms) == 1:
         return next(iter(forms.items()))
-    times = {}
+    found: dict[str, float] = {}
+    failure: Exception | None = None
     for form, call in forms.items():
-        work = phases(call, inputs)[BOTH]
-        work()
-        if device.has_graphs:
-            graph = device.capture(work, device.graph_pool())
-            times[form] = median([device.replayed(graph) for _ in range(5)])
-            del graph
-        else:
-            times[form] = median([device.called(work)[0] for _ in range(3)])
-    best = min(times, key=lambda form: times[form])
+        try:
+            found[form] = _quick_time(phases(call, inputs)[BOTH], device)
+        except Exception as error:
+            failure = error
+    if failure and not found:
+        raise failure
+    best = min(found, key=lambda form: found[form])
     return best, forms[best]
+
+
+def _quick_time(work: Work, device: Device) -> float:
+    work()
+    if device.has_graphs:
+        graph = device.capture(work, device.graph_pool())
+        return median([device.replayed(graph) for _ in range(5)])
+    return median([device.called(work)[0] for _ in range(3)])
 
 
 def _time_eager(ready: list[tuple[Row, Call]], inputs: Inputs, device: Device, options: Options) -> None:

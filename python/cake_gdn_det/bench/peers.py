@@ -55,9 +55,9 @@ class Rule:
 def load(peers: Iterable[str], plans: Iterable[str] = (), batch_invariant: bool = False) -> list[Rule]:
     """The operator, which everything is compared with, its variants, and the named peers, installed or not."""
     rules = [_ours(OURS)]
-    rules += [_ours(f"{OURS} plan={plan}", plan=plan) for plan in plans]
+    rules += [_ours(f"plan={plan}", plan=plan) for plan in plans]
     if batch_invariant:
-        rules.append(_ours(f"{OURS} batch_invariant", batch_invariant=True))
+        rules.append(_ours("batch_invariant", batch_invariant=True))
     for peer in peers:
         name, make = PEERS[peer]
         try:
@@ -94,7 +94,8 @@ def _ours(name: str, **options: Any) -> Rule:
     def call(inputs: Inputs, **more: Any) -> Tensor:
         return _first(cake_gdn_det.chunk_gated_delta_rule, inputs, cu_seqlens=inputs.cu_seqlens, **options, **more)
 
-    return Rule(name, {"": call}, cake_gdn_det.__version__, tensors=13, recomputing=partial(call, save_state=False))
+    version = "" if options else cake_gdn_det.__version__
+    return Rule(name, {"": call}, version, tensors=13, recomputing=partial(call, save_state=False))
 
 
 def _fla(name: str) -> Rule:

@@ -89,7 +89,8 @@ def _times(run: Run) -> Figure | None:
         frameon=False,
         fontsize=9,
     )
-    figure.suptitle(f"Time against the floor, {run.machine['device']}", fontsize=11)
+    what = "Time against the floor" if "floor" in lines else "Time"
+    figure.suptitle(f"{what}, {run.machine['device']}", fontsize=11)
     return figure
 
 
@@ -184,6 +185,6 @@ def _speedups_panel(axes: Axes, cases: list[Case], lines: dict[str, int], rule: 
         _plain_axis(axes, "x")
     else:
         axes.set_xlim(min(low, 0.9), high)
-    axes.set_title(f"over {rule}\nmean: forward {means[0]:.2f}, {BOTH} {means[1]:.2f}", fontsize=9.5)
+    axes.set_title(f"over {rule}\ngeometric means {means[0]:.2f} and {means[1]:.2f}", fontsize=9.5)
     axes.set_xlabel("times as fast")
     _clean(axes)

@@ -84,7 +84,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    return x.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 class Accuracy:

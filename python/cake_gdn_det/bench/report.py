@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from .reference import OUTPUTS
 from .results import Case, Row, Run
@@ -40,6 +40,11 @@ def mebibytes(x: int | None) -> str:
     return NOTHING if x is None else f"{x / 2**20:.0f}"
 
 
+def short(problem: str, most: int = 60) -> str:
+    """As much of it as a table has room for; it is whole in a note."""
+    return problem if len(problem) <= most else problem[: most - 1].rstrip() + "…"
+
+
 def interval(speedup: list[float | None] | None) -> str:
     """ratio [bounds of its confidence interval]."""
     if not speedup:
@@ -52,12 +57,14 @@ def _name(row: Row) -> str:
     return f"{row.rule} ({row.form})" if row.form else row.rule
 
 
-def one_line(case: Case) -> str:
-    """A case as it passes by on a terminal: forward / forward + backward of every rule."""
+def one_line(case: Case, absent: Container[str] = ()) -> str:
+    """A case as it passes by on a terminal: forward / forward + backward of every rule but the absent ones."""
     parts = []
     for row in case.rows:
+        if row.rule in absent:
+            continue
         if row.problem:
-            parts.append(f"{row.rule}: {row.problem.partition(':')[0]}")
+            parts.append(f"{row.rule}: {short(row.problem)}")
         else:
             times = " / ".join(milliseconds(row.milliseconds(phase)) for phase in (PHASES[0], BOTH))
             gain = f" ({row.speedup[BOTH][0]:.2f}x)" if BOTH in row.speedup else ""
@@ -74,14 +81,14 @@ def summary(run: Run) -> str:
         gains = [(row.speedup[BOTH][0], case) for case, row in found if BOTH in row.speedup]
         if not gains:
             reasons = list(dict.fromkeys(row.problem for _, row in found if row.problem))
-            rows.append([name, f"0 of {len(found)}", NOTHING, NOTHING, "; ".join(reasons) or NOTHING, NOTHING])
+            rows.append([name, f"0 of {len(found)}", NOTHING, NOTHING, short("; ".join(reasons)) or NOTHING, NOTHING])
             continue
-        versions = list(dict.fromkeys(row.version for _, row in found if row.version))
+        versions = dict.fromkeys(row.version for _, row in found if row.version)
         forward = [row.speedup[PHASES[0]][0] for _, row in found if PHASES[0] in row.speedup]
         (least, where), (most, there) = min(gains, key=lambda x: x[0]), max(gains, key=lambda x: x[0])
         rows.append(
             [
-                " ".join([name, *versions]) if not name.startswith(run.cases[0].rows[0].rule) else name,
+                " ".join([name, *versions]),
                 f"{len(gains)} of {len(found)}",
                 f"{geometric_mean(forward):.2f}" if forward else NOTHING,
                 f"{geometric_mean(x for x, _ in gains):.2f}",
@@ -111,7 +118,7 @@ def times(cases: list[Case]) -> str:
             rows.append([name, "*floor*", *(milliseconds(case.floor[phase]) for phase in PHASES), *[""] * 6])
             name = ""
         if row.problem:
-            rows.append([name, f"{row.rule}: {row.problem}", *[NOTHING] * 10])
+            rows.append([name, f"{row.rule}: {short(row.problem)}", *[NOTHING] * 10])
             continue
         floor, worst = case.floor.get(BOTH), max(row.errors, key=lambda output: row.errors[output])
         rows.append(
@@ -136,7 +143,7 @@ def eager(cases: list[Case]) -> str:
     rows = []
     for name, _, row in _groups(cases):
         if row.problem:
-            rows.append([name, f"{row.rule}: {row.problem}", *[NOTHING] * 10])
+            rows.append([name, f"{row.rule}: {short(row.problem)}", *[NOTHING] * 10])
             continue
         device = [milliseconds(median(row.eager[x])) for x in PHASES]
         host = [milliseconds(median(row.host[x])) if row.host else NOTHING for x in PHASES]
@@ -156,6 +163,21 @@ def errors(cases: list[Case]) -> str:
     return table(["shape, gates", "rule", *OUTPUTS], rows)
 
 
+def notes(run: Run) -> list[str]:
+    """One list of what could not be measured, each reason once, with the shapes it holds for; nothing for none."""
+    found: dict[tuple[str, str], list[Case]] = {}
+    for case in run.cases:
+        for row in case.rows:
+            for text in filter(None, (row.note, row.problem)):
+                found.setdefault((row.rule, text), []).append(case)
+    lines = []
+    for (rule, text), cases in found.items():
+        where = "everywhere" if len(cases) == len(run.cases) else "at " + "; ".join(map(str, cases[:3]))
+        more = len(cases) - 3 if where != "everywhere" else 0
+        lines.append(f"- {rule}, {where}{f' and {more} more' if more > 0 else ''}: {text}")
+    return ["Not measured:\n\n" + "\n".join(lines)] if lines else []
+
+
 def markdown(run: Run, pictures: Iterable[str] = ()) -> str:
     """The whole report."""
     gpu = any(row.host for case in run.cases for row in case.rows)
@@ -166,7 +188,6 @@ def markdown(run: Run, pictures: Iterable[str] = ()) -> str:
         if gpu
         else "Medians of the wall-clock time of calls in milliseconds, all rules taking turns."
     )
-    notes = [f"- {case}, {row.rule}: {row.note}" for case in run.cases for row in case.rows if row.note]
     parts = [
         "# Benchmark" + ("" if run.complete else " (not complete: the run is not at its end, or was stopped)"),
         f"`{run.command}`",
@@ -183,7 +204,7 @@ def markdown(run: Run, pictures: Iterable[str] = ()) -> str:
         "are ||x - ref|| / ||ref|| against float64, on the shortened shapes of the last section; the same bits means "
         "those of o and all gradients, in two runs of the shape itself.",
         times(run.cases),
-        *(["\n".join(notes)] if notes else []),
+        *notes(run),
         *(
             [
                 "## Eager calls and memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import subprocess
 import time
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -49,7 +50,7 @@ class CudaDevice:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self.name = torch.cuda.get_device_name()
+        self.name, self.versions = torch.cuda.get_device_name(), {"driver": _driver()}
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=self.device)
         self._stream = torch.cuda.Stream()
 
@@ -95,7 +96,7 @@ class CudaDevice:
 
     def peak_bytes(self, work: Work) -> int | None:
         """The most that `work` holds at a time, its results included, above what is held already."""
-        self.release()
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         kept = work()
@@ -123,6 +124,7 @@ class CpuDevice:
         self.device = torch.device("cpu")
         names = [x for x in _lines("/proc/cpuinfo") if x.startswith("model name")]
         self.name = names[0].split(":")[1].strip() if names else "CPU"
+        self.versions = {"threads": str(torch.get_num_threads())}
 
     def called(self, work: Work) -> tuple[float, float]:
         begin = time.perf_counter()
@@ -142,6 +144,14 @@ class CpuDevice:
 
 
 Device = CudaDevice | CpuDevice
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
 
 
 def _lines(path: str) -> list[str]:
