@@ -83,7 +83,9 @@ class CudaDevice:
         return torch.cuda.graph_pool_handle()
 
     def capture(self, work: Work, pool: object) -> torch.cuda.CUDAGraph:
-        """A graph of `work`, whose backward has to run on the stream of its forward: both run on one of their own."""
+        """A graph of `work`. A backward runs on the streams of its forward and of the first use of its leaves, which
+        may not be the default one here: both are on a stream of their own, and no older autograd graph may be alive.
+        """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             work()
