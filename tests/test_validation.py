@@ -278,7 +278,7 @@ CASES = [
         good(dt_bias=torch.zeros(HV)),
     ),
     ("A_log", ValueError, r"is None, must be a tensor \[HV\] with use_gate_in_kernel", gated(A_log=None)),
-    ("plan", ValueError, r"is 'fast', must be None: this build has no plan choices", good(plan="fast")),
+    ("plan", ValueError, r"is 'fast', must be None: with q on cpu there are no choices to pin", good(plan="fast")),
 ]
 CUDA_CASES = [
     ("q", NotImplementedError, r"has dtype torch.float64 on cuda:0: float64 runs on the CPU only",

@@ -97,6 +97,13 @@ typedef struct cake_gdn_segment {
     X(int64_t, name##_k)        \
     X(int64_t, name##_v)
 
+/* The scans cut sequences into segments. A seam is the border of two segments of one sequence; the one before segment s
+ * (an index into the table) of sequence n is seam s - n - 1, so that all seams of a call count from 0. */
+#define CAKE_GDN_SEGMENTS(X)                                                                             \
+    X(int64_t, max_segments)              /* entries to look at: every segment, and maybe unused ones */ \
+    X(const cake_gdn_segment *, segments) /* [max_segments], from tables */                              \
+    X(const int64_t *, sequence_segment)  /* [N + 1], from tables */
+
 #define CAKE_GDN_GATES(X)                                                                          \
     X(const float *, cum)     /* [HV, B * T] in-chunk cumulative log decay since the last reset */ \
     X(const uint8_t *, reset) /* [HV, B * T] last reset at or before the token, index in the chunk plus one; 0: none */
@@ -155,7 +162,9 @@ typedef struct cake_gdn_segment {
     X(const float *, step) /* [HV, B * T] */                                                             \
     X(void *, A)           /* out [B * T, HV, 64]: rows of the inverses, global heads; NULL: unwanted */ \
     X(void *, w)           /* out slice [.., K] */                                                       \
-    X(void *, u)           /* out slice [.., V] */
+    X(void *, u)           /* out slice [.., V] */                                                       \
+    X(float *, bound)      /* out [heads, max_chunks]: log of the most that the chunk can keep of a state's norm, \
+                              -inf with a reset; NULL: unwanted */
 
 /* wy_recompute: w and v_new = u - w h from the saved A and h, for the backward: the forward's bits. */
 #define CAKE_GDN_WY_RECOMPUTE_PARAMS(X)                                                              \
@@ -168,11 +177,41 @@ typedef struct cake_gdn_segment {
     X(const void *, A)     /* [B * T, HV, 64] */                                                     \
     X(const void *, h)     /* [slots, HV, K, W of V]; NULL: v_new gets u, the scan will finish it */ \
     X(void *, w)           /* out slice [.., K] */                                                   \
-    X(void *, v_new)       /* out slice [.., V] */
+    X(void *, v_new)       /* out slice [.., V] */                                                   \
+    X(float *, bound)      /* out [heads, max_chunks], wy's bits; NULL: unwanted */
+
+/* fwd_prescan: of every segment but its sequence's last one, the transition M and the state S after it from a zero state
+ * before it: the state after it is S + M (the state before it). Where what the segment keeps of that state is below the
+ * precision of anything (tile/segment.cuh), only the segment's end is scanned and M is left out. */
+#define CAKE_GDN_FWD_PRESCAN_PARAMS(X)                                                                            \
+    CAKE_GDN_CHAIN(X)                                                                                             \
+    CAKE_GDN_SEGMENTS(X)                                                                                          \
+    CAKE_GDN_ROWS(X, k)                                                                                           \
+    CAKE_GDN_GATES(X)                                                                                             \
+    X(const void *, w)      /* slice */                                                                           \
+    X(const void *, u)      /* slice */                                                                           \
+    X(const float *, bound) /* [heads, max_chunks] */                                                             \
+    X(float *, seams)       /* out [seams, heads, K, V]: S of the segment before the seam */                      \
+    X(void *, transitions)  /* out [seams, heads, 2, K, W of K] bf16: M^T, row = the state before, in two parts \
+                                whose sum it is; undefined where M is left out */ \
+    X(uint8_t *, forgotten) /* out [seams, heads]: 1 where M is left out */
+
+/* stitch: the state at each seam of a sequence, one after the other: S + M (the state at the seam before). `backward`
+ * goes against the order of the seams, for gradients of the state. */
+#define CAKE_GDN_STITCH_PARAMS(X)                                                               \
+    CAKE_GDN_CHAIN(X)                                                                           \
+    CAKE_GDN_SEGMENTS(X)                                                                        \
+    X(int32_t, backward)                                                                        \
+    CAKE_GDN_STATE(X, start)      /* initial_state, or dht */                                   \
+    X(float *, seams)             /* [seams, heads, K, V], in: S, out: the state at the seam */ \
+    X(const void *, transitions)  /* [seams, heads, 2, K, W of K] */                            \
+    X(const uint8_t *, forgotten) /* [seams, heads] */
 
 /* fwd_scan: h_{c+1} = e_last h_c + k^T (d v_new), v_new = u - w h_c, in the order of the chunks. */
 #define CAKE_GDN_FWD_SCAN_PARAMS(X)                                                                           \
     CAKE_GDN_CHAIN(X)                                                                                         \
+    CAKE_GDN_SEGMENTS(X)                                                                                      \
+    X(const float *, seams) /* [seams, heads, K, V] state at each seam; NULL: there is none */                \
     CAKE_GDN_ROWS(X, k)                                                                                       \
     CAKE_GDN_GATES(X)                                                                                         \
     CAKE_GDN_STATE(X, initial_state)                                                                          \
@@ -211,19 +250,38 @@ typedef struct cake_gdn_segment {
     CAKE_GDN_GATES(X)               \
     X(void *, dv) /* out slice [.., V] */
 
+/* adjoint_prescan: fwd_prescan of adjoint_scan. Of every segment but its sequence's first one, the gradient dS of the
+ * state before it for a zero gradient of the state after it, and M^T: the gradient before it is dS + M^T (that after). */
+#define CAKE_GDN_ADJOINT_PRESCAN_PARAMS(X)                                                                    \
+    CAKE_GDN_CHAIN(X)                                                                                         \
+    CAKE_GDN_SEGMENTS(X)                                                                                      \
+    X(float, scale)                                                                                           \
+    CAKE_GDN_ROWS(X, q)                                                                                       \
+    CAKE_GDN_ROWS(X, k)                                                                                       \
+    CAKE_GDN_ROWS(X, d_o)                                                                                     \
+    CAKE_GDN_GATES(X)                                                                                         \
+    X(const void *, w)      /* slice */                                                                       \
+    X(const void *, dv)     /* slice: dv_local */                                                             \
+    X(const float *, bound) /* [heads, max_chunks] */                                                         \
+    X(float *, seams)       /* out [seams, heads, K, V]: dS of the segment after the seam */                  \
+    X(void *, transitions)  /* out [seams, heads, 2, K, W of K] bf16: row = the gradient after the segment */ \
+    X(uint8_t *, forgotten) /* out [seams, heads] */
+
 /* adjoint_scan: against the order of the chunks, dh the gradient of the state after the chunk:
  * du = dv_local + d (k dh);  dh <- e_last dh + scale q^T (e do) - w^T du. */
-#define CAKE_GDN_ADJOINT_SCAN_PARAMS(X)                       \
-    CAKE_GDN_CHAIN(X)                                         \
-    X(float, scale)                                           \
-    CAKE_GDN_ROWS(X, q)                                       \
-    CAKE_GDN_ROWS(X, k)                                       \
-    CAKE_GDN_ROWS(X, d_o)                                     \
-    CAKE_GDN_GATES(X)                                         \
-    CAKE_GDN_STATE(X, dht)                                    \
-    CAKE_GDN_STATE(X, dh0) /* out fp32; NULL: not wanted */   \
-    X(const void *, w)     /* slice */                        \
-    X(void *, dv)          /* slice, in: dv_local, out: du */ \
+#define CAKE_GDN_ADJOINT_SCAN_PARAMS(X)                                                                        \
+    CAKE_GDN_CHAIN(X)                                                                                          \
+    CAKE_GDN_SEGMENTS(X)                                                                                       \
+    X(const float *, seams) /* [seams, heads, K, V] gradient of the state at each seam; NULL: there is none */ \
+    X(float, scale)                                                                                            \
+    CAKE_GDN_ROWS(X, q)                                                                                        \
+    CAKE_GDN_ROWS(X, k)                                                                                        \
+    CAKE_GDN_ROWS(X, d_o)                                                                                      \
+    CAKE_GDN_GATES(X)                                                                                          \
+    CAKE_GDN_STATE(X, dht)                                                                                     \
+    CAKE_GDN_STATE(X, dh0) /* out fp32; NULL: not wanted */                                                    \
+    X(const void *, w)     /* slice */                                                                         \
+    X(void *, dv)          /* slice, in: dv_local, out: du */                                                  \
     X(void *, dh)          /* out [slots, heads, K, W of V]: slot s holds the gradient of the state in h's slot s */
 
 /* dqkwg: what reaches q and k through the output and the state, dw, and their share of the gate's gradient. */
@@ -319,20 +377,23 @@ typedef struct cake_gdn_segment {
     X(int64_t, ddt_bias_stride)
 
 /* Every stage: F(name, NAME, name of its Python class). */
-#define CAKE_GDN_STAGES(F)                                \
-    F(tables, TABLES, "TablesParams")                     \
-    F(pack, PACK, "PackParams")                           \
-    F(prep, PREP, "PrepParams")                           \
-    F(wy, WY, "WyParams")                                 \
-    F(wy_recompute, WY_RECOMPUTE, "WyRecomputeParams")    \
-    F(fwd_scan, FWD_SCAN, "FwdScanParams")                \
-    F(output, OUTPUT, "OutputParams")                     \
-    F(dv_local, DV_LOCAL, "DvLocalParams")                \
-    F(adjoint_scan, ADJOINT_SCAN, "AdjointScanParams")    \
-    F(dqkwg, DQKWG, "DqkwgParams")                        \
-    F(wy_backward, WY_BACKWARD, "WyBackwardParams")       \
-    F(finalize, FINALIZE, "FinalizeParams")               \
-    F(gate_backward, GATE_BACKWARD, "GateBackwardParams") \
+#define CAKE_GDN_STAGES(F)                                      \
+    F(tables, TABLES, "TablesParams")                           \
+    F(pack, PACK, "PackParams")                                 \
+    F(prep, PREP, "PrepParams")                                 \
+    F(wy, WY, "WyParams")                                       \
+    F(wy_recompute, WY_RECOMPUTE, "WyRecomputeParams")          \
+    F(fwd_prescan, FWD_PRESCAN, "FwdPrescanParams")             \
+    F(stitch, STITCH, "StitchParams")                           \
+    F(fwd_scan, FWD_SCAN, "FwdScanParams")                      \
+    F(output, OUTPUT, "OutputParams")                           \
+    F(dv_local, DV_LOCAL, "DvLocalParams")                      \
+    F(adjoint_prescan, ADJOINT_PRESCAN, "AdjointPrescanParams") \
+    F(adjoint_scan, ADJOINT_SCAN, "AdjointScanParams")          \
+    F(dqkwg, DQKWG, "DqkwgParams")                              \
+    F(wy_backward, WY_BACKWARD, "WyBackwardParams")             \
+    F(finalize, FINALIZE, "FinalizeParams")                     \
+    F(gate_backward, GATE_BACKWARD, "GateBackwardParams")       \
     F(gate_reduce, GATE_REDUCE, "GateReduceParams")
 
 #define CAKE_GDN_DECLARE_STAGE(name, NAME, Class)       \

@@ -29,13 +29,14 @@ _INPUT_SCHEMA = (
 _LIBRARY = torch.library.Library("cake_gdn_det", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _LIBRARY.define(
-    f"forward({_INPUT_SCHEMA}, float scale, int flags, bool output_final_state, bool save) "
+    f"forward({_INPUT_SCHEMA}, float scale, int flags, bool output_final_state, bool save, "
+    "str? plan) "
     "-> (Tensor o, Tensor final_state, Tensor h, Tensor A)",
     tags=_TAGS,
 )
 _LIBRARY.define(
-    f"backward(Tensor? d_o, Tensor? dht, {_INPUT_SCHEMA}, Tensor? h, Tensor? A, float scale, int flags, bool[] needs) "
-    "-> Tensor[]",
+    f"backward(Tensor? d_o, Tensor? dht, {_INPUT_SCHEMA}, Tensor? h, Tensor? A, float scale, int flags, bool[] needs, "
+    "str? plan) -> Tensor[]",
     tags=_TAGS,
 )
 forward = torch.ops.cake_gdn_det.forward.default
@@ -97,6 +98,7 @@ def _forward_outputs(
     flags: int,
     output_final_state: bool,
     save: bool,
+    plan: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, T, HV, V = v.shape
     K = q.shape[3]
@@ -131,6 +133,7 @@ def _backward_outputs(
     scale: float,
     flags: int,
     needs: list[bool],
+    plan: str | None,
 ) -> list[Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     return [
@@ -151,6 +154,7 @@ def _problem(
     A: Tensor | None,
     scale: float,
     flags: int,
+    plan: str | None,
     results: dict[str, Tensor | None],
 ) -> _C.Problem:
     q, _, v, *_ = inputs
@@ -170,6 +174,7 @@ def _problem(
         "V": V,
         "N": B if cu_seqlens is None else cu_seqlens.shape[0] - 1,
         "slots": 0 if h is None else h.shape[0],
+        "plan": plan,
     }
     others = (cu_seqlens, cu_seqlens_cpu, h, A)
     for names, tensors in ((INPUTS, inputs), (_OTHERS, others), (results.keys(), results.values())):
@@ -231,15 +236,16 @@ def _forward(
     flags: int,
     output_final_state: bool,
     save: bool,
+    plan: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     _refuse_tracked(*inputs)
-    outputs = _forward_outputs(*inputs, cu_seqlens, cu_seqlens_cpu, scale, flags, output_final_state, save)
+    outputs = _forward_outputs(*inputs, cu_seqlens, cu_seqlens_cpu, scale, flags, output_final_state, save, plan)
     o, final_state, h, A = outputs
     cu_seqlens, cu_seqlens_cpu = _offsets(cu_seqlens, cu_seqlens_cpu, q)
     results: dict[str, Tensor | None] = {"o": o, "final_state": final_state if output_final_state else None}
     saved = (h, A) if save else (None, None)
-    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, *saved, scale, flags, results)
+    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, *saved, scale, flags, plan, results)
     _run(problem, _C.FORWARD, q)
     return outputs
 
@@ -262,10 +268,11 @@ def _backward(
     scale: float,
     flags: int,
     needs: list[bool],
+    plan: str | None,
 ) -> list[Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     _refuse_tracked(*inputs, d_o, dht)
-    gradients = _backward_outputs(d_o, dht, *inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, needs)
+    gradients = _backward_outputs(d_o, dht, *inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, needs, plan)
     results: dict[str, Tensor | None] = {"d_o": d_o, "dht": dht}
     wanted = iter(gradients)
     for name, x, need in zip(GRADIENTS, inputs, needs, strict=True):
@@ -276,7 +283,7 @@ def _backward(
     if dh0 is not None and dh0.dtype is not _wide(q.dtype):
         results["dh0"] = dh0.to(_wide(q.dtype))
     cu_seqlens, cu_seqlens_cpu = _offsets(cu_seqlens, cu_seqlens_cpu, q)
-    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, results)
+    problem = _problem(inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, plan, results)
     _run(problem, _C.BACKWARD, q)
     if dh0 is not None and results["dh0"] is not dh0:
         dh0.copy_(results["dh0"])
