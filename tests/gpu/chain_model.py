@@ -58,7 +58,9 @@ def moved(case: Case, device: str, dtype: torch.dtype | None = None) -> Case:
 
 # ---- references -----------------------------------------------------------------------------------------------------
 
-_NO_OPTION_OF_THE_ORACLE = ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "backend", "batch_invariant", "save_state")
+_NO_OPTION_OF_THE_ORACLE = (
+    *("cu_seqlens_cpu", "chunk_indices", "chunk_size", "backend", "batch_invariant", "save_state", "plan"),
+)
 
 
 @one_thread()
@@ -95,7 +97,7 @@ def truth(case: Case, final: bool = True) -> dict[str, tuple[torch.Tensor, float
 
 def engine(op: Callable, case: Case, final: bool = True) -> dict[str, torch.Tensor]:
     """The CPU engine's answer to the same numbers: q, k, v and do in fp32, which it computes in."""
-    options = {"backend": "cpu"} if "backend" in case.options else {}
+    options = {name: x for name, x in (("backend", "cpu"), ("plan", None)) if name in case.options}
     return run(op, moved(case, "cpu", torch.float32).with_options(**options), final=final)
 
 
@@ -140,7 +142,7 @@ def advance(x, S, E16, transition: bool = False):
 
 
 def retreat(x, dS, E16, transition: bool = False):
-    """The state's gradient against one chunk: E16 of it, the gradient of the corrected values, and the one before it."""
+    """The state's gradient against one chunk: E16 of it, the gradient of the corrected values, and that before it."""
     dh, do, scale = E16(dS), x["do"], x["scale"]
     local = 0.0 if transition else E16(scale * x["scores"].mT @ do)
     du = E16(local + x["R"][..., None] * (x["k"] @ dh))

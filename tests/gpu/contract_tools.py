@@ -188,18 +188,18 @@ def run_in_red_zones(case: Case, save: bool) -> dict[str, torch.Tensor]:
     stream = torch.cuda.current_stream().cuda_stream if device() == "cuda" else 0
 
     def call(direction: int, run: Callable, saved, results: dict, outputs: list[torch.Tensor]) -> None:
-        problem = torch_ops._problem(inputs, cu, None, *saved, scale, flags, results)
+        problem = torch_ops._problem(inputs, cu, None, *saved, scale, flags, case.options.get("plan"), results)
         size = _C.workspace_size(problem, direction)
         workspace = arena.reserve((size,), torch.uint8)
         arena.call(lambda: run(problem, workspace.data_ptr(), size, stream), [*outputs, workspace])
 
-    shapes = torch_ops._forward_outputs(*inputs, cu, None, scale, flags, True, save)
+    shapes = torch_ops._forward_outputs(*inputs, cu, None, scale, flags, True, save, None)
     o, final_state, h, A = (arena.like(x) for x in shapes)
     saved = (h, A) if save else (None, None)
     written = [o, final_state, *(saved if save else ())]
     call(_C.FORWARD, _C.forward, saved, {"o": o, "final_state": final_state}, written)
     present = [x is not None for x in inputs]
-    shapes = torch_ops._backward_outputs(d_o, dht, *inputs, cu, None, h, A, scale, flags, present)
+    shapes = torch_ops._backward_outputs(d_o, dht, *inputs, cu, None, h, A, scale, flags, present, None)
     grads = [arena.like(x) for x in shapes]
     names = [name for name, there in zip(torch_ops.GRADIENTS, present) if there]
     call(_C.BACKWARD, _C.backward, saved, {"d_o": d_o, "dht": dht} | dict(zip(names, grads)), grads)
