@@ -443,6 +443,8 @@ def test_problem_refuses_what_the_header_has_not():
         _C.Problem(device=2**31)
     with pytest.raises(OverflowError, match="T does not fit"):
         _C.Problem(T=2**63)
+    with pytest.raises(TypeError, match="plan must be a str or None, not int"):
+        _C.Problem(plan=8)
     for bad in (0, (1, 2), (0, 0, [1]), (0, 0, (1,) * 5), (0.5, 0, (1,)), (0, 0, ("1",))):
         with pytest.raises(TypeError, match="q must be"):
             _C.Problem(q=bad)
@@ -453,7 +455,12 @@ def test_problem_keeps_what_it_is_given():
     assert (problem.T, problem.scale, problem.B) == (2**40, 0.1, 0)
     assert problem.q == (256, _C.FP16, (4, -3, 2, 1))
     assert problem.h == (8, _C.FP32, (0, 0, 0, 0))
-    assert problem.k is None
+    assert problem.k is None and problem.plan is None
+    plan = "segment=" + "8" * 3  # a string of its own, which must outlive its use
+    problem.plan = plan
+    assert problem.plan == plan == "segment=888"
+    problem.plan = None
+    assert problem.plan is None
     problem.q = None
     problem.dh0 = (16, _C.FP64, (1,))
     assert (problem.q, problem.dh0) == (None, (16, _C.FP64, (1, 0, 0, 0)))

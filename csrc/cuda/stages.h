@@ -108,7 +108,7 @@ typedef struct cake_gdn_segment {
 #define CAKE_GDN_PRESCAN(X)                                                    \
     CAKE_GDN_SEGMENTS(X)                                                       \
     X(const float *, bound) /* [heads, max_chunks], from wy or wy_recompute */ \
-    X(float *, seams)       /* out [seams, heads, K, V] */                     \
+    X(float *, seams)       /* out [seams, heads, V, W of K] */                \
     X(void *, transitions)  /* out [seams, heads, 2, K, W of K] */             \
     X(uint8_t *, forgotten) /* out [seams, heads]: 1: the transition is left out */
 
@@ -198,18 +198,18 @@ typedef struct cake_gdn_segment {
 
 /* stitch: the state at each seam of a sequence, one after the other: S + M (the state at the seam before). `backward`
  * goes against the order of the seams, for gradients of the state. */
-#define CAKE_GDN_STITCH_PARAMS(X)                                                               \
-    CAKE_GDN_SEGMENTS(X)                                                                        \
-    X(int32_t, backward)                                                                        \
-    CAKE_GDN_STATE(X, start)      /* initial_state, or dht */                                   \
-    X(float *, seams)             /* [seams, heads, K, V], in: S, out: the state at the seam */ \
-    X(const void *, transitions)  /* [seams, heads, 2, K, W of K] */                            \
+#define CAKE_GDN_STITCH_PARAMS(X)                                                                    \
+    CAKE_GDN_SEGMENTS(X)                                                                             \
+    X(int32_t, backward)                                                                             \
+    CAKE_GDN_STATE(X, start)      /* initial_state, or dht */                                        \
+    X(float *, seams)             /* [seams, heads, V, W of K], in: S, out: the state at the seam */ \
+    X(const void *, transitions)  /* [seams, heads, 2, K, W of K] */                                 \
     X(const uint8_t *, forgotten) /* [seams, heads] */
 
 /* fwd_scan: h_{c+1} = e_last h_c + k^T (d v_new), v_new = u - w h_c, in the order of the chunks. */
 #define CAKE_GDN_FWD_SCAN_PARAMS(X)                                                                           \
     CAKE_GDN_SEGMENTS(X)                                                                                      \
-    X(const float *, seams) /* [seams, heads, K, V] state at each seam; NULL: there is none */                \
+    X(const float *, seams) /* [seams, heads, V, W of K] state at each seam; NULL: there is none */           \
     CAKE_GDN_ROWS(X, k)                                                                                       \
     CAKE_GDN_GATES(X)                                                                                         \
     CAKE_GDN_STATE(X, initial_state)                                                                          \
@@ -262,18 +262,18 @@ typedef struct cake_gdn_segment {
 
 /* adjoint_scan: against the order of the chunks, dh the gradient of the state after the chunk:
  * du = dv_local + d (k dh);  dh <- e_last dh + scale q^T (e do) - w^T du. */
-#define CAKE_GDN_ADJOINT_SCAN_PARAMS(X)                                                                        \
-    CAKE_GDN_SEGMENTS(X)                                                                                       \
-    X(const float *, seams) /* [seams, heads, K, V] gradient of the state at each seam; NULL: there is none */ \
-    X(float, scale)                                                                                            \
-    CAKE_GDN_ROWS(X, q)                                                                                        \
-    CAKE_GDN_ROWS(X, k)                                                                                        \
-    CAKE_GDN_ROWS(X, d_o)                                                                                      \
-    CAKE_GDN_GATES(X)                                                                                          \
-    CAKE_GDN_STATE(X, dht)                                                                                     \
-    CAKE_GDN_STATE(X, dh0) /* out fp32; NULL: not wanted */                                                    \
-    X(const void *, w)     /* slice */                                                                         \
-    X(void *, dv)          /* slice, in: dv_local, out: du */                                                  \
+#define CAKE_GDN_ADJOINT_SCAN_PARAMS(X)                                                                             \
+    CAKE_GDN_SEGMENTS(X)                                                                                            \
+    X(const float *, seams) /* [seams, heads, V, W of K] gradient of the state at each seam; NULL: there is none */ \
+    X(float, scale)                                                                                                 \
+    CAKE_GDN_ROWS(X, q)                                                                                             \
+    CAKE_GDN_ROWS(X, k)                                                                                             \
+    CAKE_GDN_ROWS(X, d_o)                                                                                           \
+    CAKE_GDN_GATES(X)                                                                                               \
+    CAKE_GDN_STATE(X, dht)                                                                                          \
+    CAKE_GDN_STATE(X, dh0) /* out fp32; NULL: not wanted */                                                         \
+    X(const void *, w)     /* slice */                                                                              \
+    X(void *, dv)          /* slice, in: dv_local, out: du */                                                       \
     X(void *, dh)          /* out [slots, heads, K, W of V]: slot s holds the gradient of the state in h's slot s */
 
 /* dqkwg: what reaches q and k through the output and the state, dw, and their share of the gate's gradient. */

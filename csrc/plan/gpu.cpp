@@ -38,7 +38,7 @@ GpuPlan plan_gpu(const Shape &s, const Traits &traits, const Pins &pins) {
     // Bytes that a value head of the scan slice holds: w, u, and in the backward dv and dh, and h unless it is saved.
     const int64_t rows = product(tokens, kElement), state = product(slots, s.K, Vw, kElement);
     const bool own_states = !s.saved_states;
-    const int64_t seam_state = product(plan.seams, s.K, s.V, 4), transition = product(plan.seams, 2, s.K, Kw, 2);
+    const int64_t seam_state = product(plan.seams, s.V, Kw, 4), transition = product(plan.seams, 2, s.K, Kw, 2);
     const int64_t scan_head = product(rows, Kw + Vw) + seam_state + transition + (own_states ? state : 0) +
                               (s.backward ? product(rows, Vw) + state : 0);
     plan.scan_heads = s.saved_states ? s.HV : slice(s.HV, s.group(), scan_head, kScanSliceBytes);

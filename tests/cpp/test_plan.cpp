@@ -457,7 +457,7 @@ TEST_CASE("gpu plan: what is alive together does not overlap") {
                 CHECK_FALSE(bytes_meet(scans[i].second, buffer));
             }
         }
-        CHECK(plan.seam_states.bytes >= plan.seams * plan.scan_heads * s.K * s.V * 4);
+        CHECK(plan.seam_states.bytes >= plan.seams * plan.scan_heads * s.V * row_width(s.K) * 4);
         CHECK(plan.transitions.bytes >= plan.seams * plan.scan_heads * s.K * row_width(s.K) * 4);
     }
 }

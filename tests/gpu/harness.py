@@ -504,17 +504,31 @@ def run_wy_recompute(chain: Chain, k, v, gates: Gates, A, h, initial_state=None,
     return (w, v_new, bounds) if bound else (w, v_new)
 
 
+def _turned(states: torch.Tensor) -> torch.Tensor:
+    """[seams, HV, K, V] -> as the programs keep them, [seams, HV, V, W of K]."""
+    K = states.shape[2]
+    return torch.nn.functional.pad(states.mT, (0, width(K) - K))
+
+
+def _states(chain: Chain, seams: torch.Tensor) -> torch.Tensor:
+    """The other way round."""
+    assert bool((seams[..., chain.K :] == 0).all()), "rows of a state at a seam past K are not zero"
+    return seams[..., : chain.K].mT
+
+
 def _prescan(call: Launch, bound: torch.Tensor):
-    """CAKE_GDN_PRESCAN: bound [HV, chunks] -> the outputs: states [seams, heads, K, V], transitions
+    """CAKE_GDN_PRESCAN, and the call: bound [HV, chunks] -> states [seams, heads, K, V], transitions
     [seams, heads, 2, K, W of K] and forgotten [seams, heads]."""
     chain = call.chain
     call.segments()
     padded = Buffer((chain.span.stop - chain.span.start, chain.max_chunks), torch.float32)
     padded.view[:, : len(chain.chunks)] = bound[chain.span]
     call.input("bound", padded.view)
-    states = call.output_seams("seams", (chain.K, chain.V), torch.float32)
+    states = call.output_seams("seams", (chain.V, width(chain.K)), torch.float32)
     transitions = call.output_seams("transitions", (2, chain.K, width(chain.K)), torch.bfloat16)
-    return states, transitions, call.output_seams("forgotten", (), torch.uint8)
+    forgotten = call.output_seams("forgotten", (), torch.uint8)
+    call.run()
+    return _states(chain, states), transitions, forgotten
 
 
 def transposed(transitions: torch.Tensor, K: int) -> torch.Tensor:
@@ -529,9 +543,7 @@ def run_fwd_prescan(chain: Chain, k, gates: Gates, w, u, bound):
     call.gates(gates)
     call.slice("w", w)
     call.slice("u", u)
-    out = _prescan(call, bound)
-    call.run()
-    return out
+    return _prescan(call, bound)
 
 
 def run_adjoint_prescan(chain: Chain, q, k, d_o, gates: Gates, w, dv, bound, scale):
@@ -543,9 +555,7 @@ def run_adjoint_prescan(chain: Chain, q, k, d_o, gates: Gates, w, dv, bound, sca
     call.gates(gates)
     call.slice("w", w)
     call.slice("dv", dv)
-    out = _prescan(call, bound)
-    call.run()
-    return out
+    return _prescan(call, bound)
 
 
 def run_stitch(chain: Chain, states, transitions, forgotten, start, backward: bool):
@@ -557,9 +567,10 @@ def run_stitch(chain: Chain, states, transitions, forgotten, start, backward: bo
     call.input("transitions", call.of_seams(transitions))
     call.input("forgotten", call.of_seams(forgotten))
     written = call.of_seams(forgotten)[..., None, None] == 0
-    out = call.output_seams("seams", (chain.K, chain.V), torch.float32, written, call.of_seams(states))
+    initial = call.of_seams(_turned(states))
+    out = call.output_seams("seams", (chain.V, width(chain.K)), torch.float32, written, initial)
     call.run()
-    return out
+    return _states(chain, out)
 
 
 def run_fwd_scan(
@@ -570,7 +581,7 @@ def run_fwd_scan(
     [seams, HV, K, V], where there are any."""
     call = Launch("fwd_scan", chain)
     call.segments()
-    call.input("seams", None if seams is None else call.of_seams(seams))
+    call.input("seams", None if seams is None else call.of_seams(_turned(seams)))
     call.rows("k", k)
     call.gates(gates)
     call.state("initial_state", initial_state)
@@ -623,7 +634,7 @@ def run_adjoint_scan(
     `seams`: the gradients at the seams [seams, HV, K, V], where there are any."""
     call = Launch("adjoint_scan", chain, scale=scale)
     call.segments()
-    call.input("seams", None if seams is None else call.of_seams(seams))
+    call.input("seams", None if seams is None else call.of_seams(_turned(seams)))
     call.rows("q", q)
     call.rows("k", k)
     call.rows("d_o", d_o)

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
             store_transition(state, static_cast<ptx::bf16 *>(p.transitions) + transition_at(p, seam, head),
                              transition_part(p), K, v0 + m0);
         } else {
-            store_state(state, seam_view(p), seam, head, K, V, v0 + m0);
+            store_seam(state, p, seam, head, v0 + m0);
         }
         if (block.column_block == 0 && threadIdx.x == 0) p.forgotten[seam * p.heads + head] = reach.forgets;
         return;

@@ -7,15 +7,15 @@
 //
 // Tile map. One block a (sequence, value head, 64 columns of V), four warps that hold X^T [16 columns, 128] each in fp32
 // registers and never talk to one another (tile/state.cuh):
-//     X^T [16, 128] = S^T + X^T M^T    left operand: the state, packed in registers; right: M's tile, transposed
+//     X^T [16, 128] = X^T M^T + S^T    left operand: the state, packed in registers; right: M's tile, transposed
 // All threads bring the next seam's M into the other half of shared memory meanwhile.
 //
 // Shared memory: 2 x (the two parts of M^T [128, 128], bf16, swizzled): 128 KB.
 //
 // Roundings and summation order. X is split in two bf16 parts as M is: what is left out of each is below 2^-17 of the
 // element, and so is the product of the low parts, which is not formed. Against the 2^-9 (bf16) or 2^-12 (fp16) by which
-// each chunk of a scan rounds the state, that is nothing. To S comes, in one fp32 accumulator, for K ascending, 16 at a
-// time: high X low M, low X high M, high X high M.
+// each chunk of a scan rounds the state, that is nothing. In one fp32 accumulator, for K ascending, 16 at a time: high X
+// low M, low X high M, high X high M; then S is added.
 #include "cuda/chain.hpp"
 #include "cuda/programs.hpp"
 #include "cuda/tile/segment.cuh"
@@ -60,7 +60,6 @@ __global__ void __launch_bounds__(kThreads, 1) stitch(const __grid_constant__ ca
 
     State state;
     load_state(state, CAKE_GDN_STATE_OF(p, start), n, p.head_begin + head, K, V, v0);
-    const StateView seams = seam_view(p);
     fetch(0);
 #pragma unroll 1
     for (int64_t i = 0; i < count; ++i) {
@@ -74,12 +73,14 @@ __global__ void __launch_bounds__(kThreads, 1) stitch(const __grid_constant__ ca
                       low[j / 2][j % 2 * 2 + half]);
             }
         }
-        load_state(state, seams, seam_of(i), head, K, V, v0);
         ptx::wait_copies<1>();
         __syncthreads();
-        if (!forgotten(i)) {
+        if (forgotten(i)) {
+            load_seam(state, p, seam_of(i), head, v0);
+        } else {
             const Tile<kStateRows> m_high{ptx::shared_address(smem.transitions[i % 2].high)},
                 m_low{ptx::shared_address(smem.transitions[i % 2].low)};
+            clear(state);
 #pragma unroll
             for (int step = 0; step < 8; ++step) {
 #pragma unroll
@@ -95,7 +96,10 @@ __global__ void __launch_bounds__(kThreads, 1) stitch(const __grid_constant__ ca
                     ptx::mma<ptx::bf16>(state[j + 1], high[step], b[2], b[3]);
                 }
             }
-            store_state(state, seams, seam_of(i), head, K, V, v0);
+            for_seam(state, p, seam_of(i), head, v0, [](float &x, float &y, float *at) {
+                float2 &s = *reinterpret_cast<float2 *>(at);
+                s = make_float2(x += s.x, y += s.y);
+            });
         }
         __syncthreads();  // this half of shared memory is filled again
     }

@@ -62,10 +62,36 @@ __device__ __forceinline__ ScanBlock scan_block(const Params &p, int column_bloc
 
 // ---- states at seams ----------------------------------------------------------------------------------------------
 
-// They are read and written like a user's fp32 states, with the seam for the sequence and the slice's head.
+// Calls f(element, the next one, their address) for pairs of neighbouring rows of a state at a seam, [V, W of K] in
+// fp32: the warp's columns v0.., all of their rows. Rows from K to W are zero.
+template <class Params, class F>
+__device__ __forceinline__ void for_seam(State &state, const Params &p, int64_t seam, int64_t head, int v0, F &&f) {
+    const int lane = threadIdx.x % 32, width = CAKE_GDN_WIDTH(static_cast<int>(p.K));
+    const int64_t from = (seam * p.heads + head) * p.V * width;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+        const int v = v0 + lane / 4 + 8 * half;
+        if (v >= p.V) continue;
+        auto *at = p.seams + from + int64_t(v) * width + 2 * (lane % 4);
+#pragma unroll
+        for (int j = 0; j < kStateRows / 8; ++j) {
+            if (8 * j < width) f(state[j][2 * half], state[j][2 * half + 1], at + 8 * j);
+        }
+    }
+}
+
 template <class Params>
-__device__ __forceinline__ StateView seam_view(const Params &p) {
-    return {const_cast<float *>(p.seams), CAKE_GDN_FP32, p.heads * p.K * p.V, p.K * p.V, p.V, 1};
+__device__ __forceinline__ void load_seam(State &state, const Params &p, int64_t seam, int64_t head, int v0) {
+    clear(state);
+    for_seam(state, p, seam, head, v0, [](float &a, float &b, const float *at) {
+        const float2 pair = *reinterpret_cast<const float2 *>(at);
+        a = pair.x, b = pair.y;
+    });
+}
+template <class Params>
+__device__ __forceinline__ void store_seam(State &state, const Params &p, int64_t seam, int64_t head, int v0) {
+    for_seam(state, p, seam, head, v0,
+             [](float a, float b, float *at) { *reinterpret_cast<float2 *>(at) = make_float2(a, b); });
 }
 
 // The warp's columns v0.. of the state that a scan of a segment starts from: the user's where the sequence begins (or,
@@ -73,9 +99,12 @@ __device__ __forceinline__ StateView seam_view(const Params &p) {
 template <class Params>
 __device__ __forceinline__ void load_start(State &state, const Params &p, const StateView &user, bool outer,
                                            const Segment &segment, int64_t seam, int64_t head, int v0) {
-    const StateView view = outer ? user : seam_view(p);
-    load_state(state, view, outer ? segment.sequence : seam, outer ? p.head_begin + head : head, static_cast<int>(p.K),
-               static_cast<int>(p.V), v0);
+    if (outer || p.seams == nullptr) {
+        load_state(state, user, segment.sequence, p.head_begin + head, static_cast<int>(p.K), static_cast<int>(p.V),
+                   v0);
+    } else {
+        load_seam(state, p, seam, head, v0);
+    }
 }
 
 // Columns v0.. of what a pre-scan starts from: zero, or the identity [K, K] for the transition.

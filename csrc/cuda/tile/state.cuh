@@ -81,15 +81,17 @@ __device__ __forceinline__ void store_state(State &state, const StateView &view,
     for_state(state, to, view, K, V - v0, [](float value, float *at) { *at = value; }, [](float) {});
 }
 
+__device__ __forceinline__ void clear(State &state) {
+#pragma unroll
+    for (int j = 0; j < kStateRows / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state[j][i] = 0.0f;
+    }
+}
+
 // State <- factor * state; a zero factor (after a reset) clears it whatever it holds. The test is uniform and rare.
 __device__ __forceinline__ void decay_state(State &state, float factor) {
-    if (factor == 0.0f) {
-#pragma unroll
-        for (int j = 0; j < kStateRows / 8; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state[j][i] = 0.0f;
-        }
-    }
+    if (factor == 0.0f) clear(state);
 #pragma unroll
     for (int j = 0; j < kStateRows / 8; ++j) {
 #pragma unroll

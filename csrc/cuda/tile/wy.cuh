@@ -81,7 +81,7 @@ __device__ __forceinline__ float warp_growth(Tile<kD> k, const float *step) {
         for (int e = 0; e < 4; ++e) square = fmaf(x[e].y, x[e].y, fmaf(x[e].x, x[e].x, square));
     }
     square += __shfl_xor_sync(0xffffffffu, square, 1);
-    float growth = logf(fmaxf(1.0f, fabsf(1.0f - step[row] * square)));
+    float growth = logf(fmaxf(1.0f, fabsf(fmaf(-step[row], square, 1.0f))));
 #pragma unroll
     for (int delta = 2; delta < 32; delta *= 2) growth += __shfl_xor_sync(0xffffffffu, growth, delta);
     return growth;
