@@ -35,34 +35,26 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
     adjoint_prescan(const __grid_constant__ cake_gdn_adjoint_prescan_params p) {
     extern __shared__ __align__(128) char memory[];
     Smem &smem = *reinterpret_cast<Smem *>(memory);
-    const int K = static_cast<int>(p.K), V = static_cast<int>(p.V), value_blocks = blocks_of(V, BV);
-    const ScanBlock block = scan_block(p, value_blocks + blocks_of(K, BV));
-    const Segment segment = block.segment;
+    const PrescanBlock block = prescan_block(p, BV);
+    const Segment &segment = block.segment;
     if (segment.sequence < 0 || segment.first) return;
-    const bool transition = block.column_block >= value_blocks;
-    const int v0 = (block.column_block - (transition ? value_blocks : 0)) * BV;
     const int64_t head = block.head, hv = p.head_begin + head, hk = hv / (p.HV / p.H), seam = segment.seam_before();
     const Reach reach = reach_of(p.bound + head * p.max_chunks + segment.chunk, segment.chunks, false);
-    if (transition && reach.forgets) return;
+    if (block.transition && reach.forgets) return;
     const ChunkRange range = chunk_range(p, segment.chunk, segment.chunk + reach.chunks);
 
     constexpr int kComputing = BV / kWarpColumns * 32;  // threads
     if (threadIdx.x < kComputing) {
         const int m0 = threadIdx.x / 32 * kWarpColumns;  // the warp's first column in the block
         State state;
-        start_prescan(state, transition, K, v0 + m0);
+        start_prescan(state, block.transition, static_cast<int>(p.K), block.v0 + m0);
         compute_steps<kStages, kScanThreads<BV>>(range.count, [&](int64_t, int stage) {
             adjoint_step<E>(
-                state, smem.stages[stage], m0, !transition, [](const uint32_t (&)[8][4]) {},
+                state, smem.stages[stage], m0, !block.transition, [](const uint32_t (&)[8][4]) {},
                 [](const uint32_t (&)[4], int) {});
         });
-        if (transition) {
-            store_transition(state, static_cast<ptx::bf16 *>(p.transitions) + transition_at(p, seam, head),
-                             transition_part(p), K, v0 + m0);
-        } else {
-            store_seam(state, p, seam, head, v0 + m0);
-        }
-        if (block.column_block == 0 && threadIdx.x == 0) p.forgotten[seam * p.heads + head] = reach.forgets;
+        store_prescan(state, p, block, seam, m0);
+        if (threadIdx.x == 0 && block.v0 == 0 && !block.transition) p.forgotten[seam * p.heads + head] = reach.forgets;
         return;
     }
     const int mover = static_cast<int>(threadIdx.x) - kComputing;
@@ -75,7 +67,7 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
         if (i >= range.count) return;
         const Chunk c = range.at(range.count - 1 - i);
         gates = load_token_gates(p, c, hv, mover);
-        copy_adjoint_stage<E>(smem.stages[stage], p, rows, c, head, hv, hk, v0, !transition, mover);
+        copy_adjoint_stage<E>(smem.stages[stage], p, rows, c, head, hv, hk, block.v0, !block.transition, mover);
     };
     move_steps<kStages, kScanThreads<BV>>(range.count, fill, [](int64_t, int) {});
 }
@@ -84,8 +76,8 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
 
 void run_adjoint_prescan(const cake_gdn_adjoint_prescan_params &p, void *stream) {
     check_segments("adjoint_prescan", p);
-    run_blocks("adjoint_prescan", p, segment_blocks(p, blocks_of(p.V, BV) + blocks_of(p.K, BV)), sizeof(Smem),
-               kScanThreads<BV>, stream, adjoint_prescan<ptx::bf16>, adjoint_prescan<ptx::fp16>);
+    run_blocks("adjoint_prescan", p, segment_blocks(p, prescan_blocks(p, BV)), sizeof(Smem), kScanThreads<BV>, stream,
+               adjoint_prescan<ptx::bf16>, adjoint_prescan<ptx::fp16>);
 }
 
 }  // namespace cake_gdn::cuda

@@ -37,15 +37,12 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
     fwd_prescan(const __grid_constant__ cake_gdn_fwd_prescan_params p) {
     extern __shared__ __align__(128) char memory[];
     Smem &smem = *reinterpret_cast<Smem *>(memory);
-    const int K = static_cast<int>(p.K), V = static_cast<int>(p.V), value_blocks = blocks_of(V, BV);
-    const ScanBlock block = scan_block(p, value_blocks + blocks_of(K, BV));
-    const Segment segment = block.segment;
+    const PrescanBlock block = prescan_block(p, BV);
+    const Segment &segment = block.segment;
     if (segment.sequence < 0 || segment.last) return;
-    const bool transition = block.column_block >= value_blocks;
-    const int v0 = (block.column_block - (transition ? value_blocks : 0)) * BV;
     const int64_t head = block.head, hv = p.head_begin + head, hk = hv / (p.HV / p.H), seam = segment.seam_after();
     const Reach reach = reach_of(p.bound + head * p.max_chunks + segment.chunk, segment.chunks, true);
-    if (transition && reach.forgets) return;
+    if (block.transition && reach.forgets) return;
     const int64_t end = segment.chunk + segment.chunks;
     const ChunkRange range = chunk_range(p, end - reach.chunks, end);
 
@@ -53,18 +50,13 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
     if (threadIdx.x < kComputing) {
         const int m0 = threadIdx.x / 32 * kWarpColumns;  // the warp's first column in the block
         State state;
-        start_prescan(state, transition, K, v0 + m0);
+        start_prescan(state, block.transition, static_cast<int>(p.K), block.v0 + m0);
         compute_steps<kStages, kScanThreads<BV>>(range.count, [&](int64_t, int stage) {
             fwd_step<E>(
                 state, smem.stages[stage], m0, [](const uint32_t (&)[8][4]) {}, [](const uint32_t (&)[4], int) {});
         });
-        if (transition) {
-            store_transition(state, static_cast<ptx::bf16 *>(p.transitions) + transition_at(p, seam, head),
-                             transition_part(p), K, v0 + m0);
-        } else {
-            store_seam(state, p, seam, head, v0 + m0);
-        }
-        if (block.column_block == 0 && threadIdx.x == 0) p.forgotten[seam * p.heads + head] = reach.forgets;
+        store_prescan(state, p, block, seam, m0);
+        if (threadIdx.x == 0 && block.v0 == 0 && !block.transition) p.forgotten[seam * p.heads + head] = reach.forgets;
         return;
     }
     const int mover = static_cast<int>(threadIdx.x) - kComputing;
@@ -77,7 +69,7 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
         if (i >= range.count) return;
         const Chunk c = range.at(i);
         gates = load_token_gates(p, c, hv, mover);
-        copy_fwd_stage<E>(smem.stages[stage], p, k_rows, c, head, hk, v0, !transition, mover);
+        copy_fwd_stage<E>(smem.stages[stage], p, k_rows, c, head, hk, block.v0, !block.transition, mover);
     };
     move_steps<kStages, kScanThreads<BV>>(range.count, fill, [](int64_t, int) {});
 }
@@ -86,8 +78,8 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
 
 void run_fwd_prescan(const cake_gdn_fwd_prescan_params &p, void *stream) {
     check_segments("fwd_prescan", p);
-    run_blocks("fwd_prescan", p, segment_blocks(p, blocks_of(p.V, BV) + blocks_of(p.K, BV)), sizeof(Smem),
-               kScanThreads<BV>, stream, fwd_prescan<ptx::bf16>, fwd_prescan<ptx::fp16>);
+    run_blocks("fwd_prescan", p, segment_blocks(p, prescan_blocks(p, BV)), sizeof(Smem), kScanThreads<BV>, stream,
+               fwd_prescan<ptx::bf16>, fwd_prescan<ptx::fp16>);
 }
 
 }  // namespace cake_gdn::cuda

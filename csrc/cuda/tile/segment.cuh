@@ -60,6 +60,27 @@ __device__ __forceinline__ ScanBlock scan_block(const Params &p, int column_bloc
     return {segment_at(p, unit / heads), static_cast<int>(unit % heads), static_cast<int>(blockIdx.x % blocks)};
 }
 
+// A pre-scan's heads have blocks for the columns of V, then for those of the transition.
+template <class Params>
+__host__ __device__ int prescan_blocks(const Params &p, int columns) {
+    return blocks_of(p.V, columns) + blocks_of(p.K, columns);
+}
+
+struct PrescanBlock {
+    Segment segment;
+    int head;         // of the slice
+    bool transition;  // its columns are the transition's
+    int v0;           // the first of them
+};
+
+template <class Params>
+__device__ __forceinline__ PrescanBlock prescan_block(const Params &p, int columns) {
+    const ScanBlock block = scan_block(p, prescan_blocks(p, columns));
+    const int values = blocks_of(p.V, columns);
+    const bool transition = block.column_block >= values;
+    return {block.segment, block.head, transition, (block.column_block - (transition ? values : 0)) * columns};
+}
+
 // ---- states at seams ----------------------------------------------------------------------------------------------
 
 // Calls f(element, the next one, their address) for pairs of neighbouring rows of a state at a seam, [V, W of K] in
@@ -139,8 +160,12 @@ __device__ __forceinline__ int64_t transition_at(const Params &p, int64_t seam, 
 }
 
 // The warp's columns v0.. of a transition, which are rows of its transpose in global memory.
-__device__ __forceinline__ void store_transition(const State &state, ptx::bf16 *to, int64_t part, int K, int v0) {
-    const int lane = threadIdx.x % 32, k = 2 * (lane % 4), width = CAKE_GDN_WIDTH(K);
+template <class Params>
+__device__ __forceinline__ void store_transition(const State &state, const Params &p, int64_t seam, int64_t head,
+                                                 int v0) {
+    const int lane = threadIdx.x % 32, k = 2 * (lane % 4), K = static_cast<int>(p.K), width = CAKE_GDN_WIDTH(K);
+    ptx::bf16 *to = static_cast<ptx::bf16 *>(p.transitions) + transition_at(p, seam, head);
+    const int64_t part = transition_part(p);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int v = v0 + lane / 4 + 8 * half;
@@ -154,6 +179,17 @@ __device__ __forceinline__ void store_transition(const State &state, ptx::bf16 *
             *reinterpret_cast<uint32_t *>(row + 8 * j) = high;
             *reinterpret_cast<uint32_t *>(row + 8 * j + part) = low;
         }
+    }
+}
+
+// What a warp of a pre-scan leaves at the seam.
+template <class Params>
+__device__ __forceinline__ void store_prescan(State &state, const Params &p, const PrescanBlock &block, int64_t seam,
+                                              int m0) {
+    if (block.transition) {
+        store_transition(state, p, seam, block.head, block.v0 + m0);
+    } else {
+        store_seam(state, p, seam, block.head, block.v0 + m0);
     }
 }
 
