@@ -85,13 +85,13 @@ __global__ void __launch_bounds__(kThreads, 5) wy(const __grid_constant__ cake_g
     invert_diagonal(lower, warp);
     ptx::wait_copies<0>();
     __syncthreads();
-    invert_columns<E>(lower, a, warp);
-    __syncthreads();
-
     if (p.bound != nullptr && threadIdx.x == 0) {
         p.bound[head * p.max_chunks + blockIdx.x / static_cast<uint32_t>(p.heads)] =
             chunk_bound(gates, s.growth, c.length);
     }
+    invert_columns<E>(lower, a, warp);
+    __syncthreads();
+
     if (p.A != nullptr) {
         store_tile<kThreads, C>(a, static_cast<E *>(p.A) + (c.row * p.HV + hv) * C, p.HV * C, c.length, C);
     }
