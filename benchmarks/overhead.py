@@ -113,8 +113,8 @@ def parts() -> dict[str, Callable[[], object]]:
         return lambda: run(problem, scratch.data_ptr(), size, 0)
 
     call = record()
-    forward = (*inputs, 0.25, 0, False, True)
-    backward = (d_o, None, *inputs, None, None, 0.25, 0, NEEDS)
+    forward = (*inputs, 0.25, 0, False, True, None)
+    backward = (d_o, None, *inputs, None, None, 0.25, 0, NEEDS, None)
     with torch.no_grad():
         seen = problems(forward, backward)
     runs = {

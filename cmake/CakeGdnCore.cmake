@@ -8,7 +8,9 @@ add_library(
     csrc/api/checks.cpp
     csrc/cpu/engine.cpp
     csrc/plan/gpu.cpp
+    csrc/plan/pins.cpp
     csrc/plan/plan.cpp
+    csrc/plan/segments.cpp
 )
 if(CAKE_GDN_WITH_CUDA)
     cake_gdn_add_programs(cake_gdn_core)

@@ -429,7 +429,7 @@ def forward_arguments(case, final=True, save_h=True):
     bits = sum(flag for name, flag in flags.items() if case.options.get(name))
     offsets = case.options.get("cu_seqlens")
     inputs = [case.inputs[name] for name in torch_ops.INPUTS]
-    return (*inputs, offsets, None if offsets is None else offsets.clone(), 0.5, bits, final, save_h)
+    return (*inputs, offsets, None if offsets is None else offsets.clone(), 0.5, bits, final, save_h, None)
 
 
 SAMPLES = {
@@ -451,7 +451,7 @@ def test_opcheck(rng, sample, save_h):
     h = torch_ops.forward(*arguments)[2] if save_h else None  # o, final_state, h
     present = [x is not None for x in arguments[:8]]
     for needs in (present, [x and i % 3 == 1 for i, x in enumerate(present)]):
-        backward = (case.do, case.dht if save_h else None, *arguments[:10], h, None, *arguments[10:12], needs)
+        backward = (case.do, case.dht if save_h else None, *arguments[:10], h, None, *arguments[10:12], needs, None)
         torch.library.opcheck(torch_ops.backward, backward)
 
 
@@ -459,12 +459,12 @@ def test_schemas():
     assert str(torch_ops.forward._schema) == (
         "cake_gdn_det::forward(Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, "
         "Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, float scale, int flags, "
-        "bool output_final_state, bool save) -> Tensor[]"
+        "bool output_final_state, bool save, str? plan) -> Tensor[]"
     )
     assert str(torch_ops.backward._schema) == (
         "cake_gdn_det::backward(Tensor? d_o, Tensor? dht, Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, "
         "Tensor? A_log, Tensor? dt_bias, Tensor? initial_state, Tensor? cu_seqlens, Tensor? cu_seqlens_cpu, Tensor? h, "
-        "Tensor? A, float scale, int flags, bool[] needs) -> Tensor[]"
+        "Tensor? A, float scale, int flags, bool[] needs, str? plan) -> Tensor[]"
     )
 
 
@@ -476,7 +476,7 @@ def test_the_operators_alone_refuse_gradients(rng):
         torch_ops.forward(*arguments)
     with torch.no_grad():
         h = torch_ops.forward(*arguments)[2]
-    backward = (case.do, case.dht, *arguments[:10], h, None, *arguments[10:12], [True] * 5 + [False] * 3)
+    backward = (case.do, case.dht, *arguments[:10], h, None, *arguments[10:12], [True] * 5 + [False] * 3, None)
     with pytest.raises(RuntimeError, match="has no derivative of its own"):
         torch_ops.backward(*backward)
 

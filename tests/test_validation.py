@@ -278,7 +278,7 @@ CASES = [
         good(dt_bias=torch.zeros(HV)),
     ),
     ("A_log", ValueError, r"is None, must be a tensor \[HV\] with use_gate_in_kernel", gated(A_log=None)),
-    ("plan", ValueError, r"is 'fast', must be None: this build has no plan choices", good(plan="fast")),
+    ("plan", ValueError, r"is 'fast', must be None: with q on cpu there are no choices to pin", good(plan="fast")),
 ]
 CUDA_CASES = [
     ("q", NotImplementedError, r"has dtype torch.float64 on cuda:0: float64 runs on the CPU only",
@@ -443,6 +443,8 @@ def test_problem_refuses_what_the_header_has_not():
         _C.Problem(device=2**31)
     with pytest.raises(OverflowError, match="T does not fit"):
         _C.Problem(T=2**63)
+    with pytest.raises(TypeError, match="plan must be a str or None, not int"):
+        _C.Problem(plan=8)
     for bad in (0, "q", (1, 2), (0, 0, [1]), (0, 0, (1,) * 5), (0.5, 0, (1,)), (0, 0, ("1",))):
         with pytest.raises(TypeError, match=r"q must (be|have)"):
             _C.Problem(q=bad)
@@ -453,18 +455,23 @@ def test_problem_keeps_what_it_is_given():
     assert (problem.T, problem.scale, problem.B) == (2**40, 0.1, 0)
     assert problem.q == (256, _C.FP16, (4, -3, 2, 1))
     assert problem.h == (8, _C.FP32, (0, 0, 0, 0))
-    assert problem.k is None
+    assert problem.k is None and problem.plan is None
+    plan = "segment=" + "8" * 3  # a string of its own, which must outlive its use
+    problem.plan = plan
+    assert problem.plan == plan == "segment=888"
+    problem.plan = None
+    assert problem.plan is None
     problem.q = None
     problem.dh0 = (16, _C.FP64, (1,))
     assert (problem.q, problem.dh0) == (None, (16, _C.FP64, (1, 0, 0, 0)))
 
 
 def test_problem_of_all_fields():
-    values = [*range(4), 0.5, *range(5, 13), *[(64 * i, _C.FP32, (i, 0, 0, 0)) for i in range(1, 25)]]
+    values = [*range(4), 0.5, *range(5, 13), "plan", *[(64 * i, _C.FP32, (i, 0, 0, 0)) for i in range(1, 25)]]
     problem = _C.Problem.of(*values)
     assert (problem.backend, problem.flags, problem.scale, problem.slots) == (0, 3, 0.5, 12)
-    assert (problem.q, problem.dh0) == (values[13], values[-1])
-    with pytest.raises(TypeError, match="takes 37 values, not 36"):
+    assert (problem.plan, problem.q, problem.dh0) == ("plan", values[14], values[-1])
+    with pytest.raises(TypeError, match="takes 38 values, not 37"):
         _C.Problem.of(*values[1:])
 
 

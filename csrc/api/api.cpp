@@ -9,6 +9,7 @@
 #if defined(CAKE_GDN_WITH_CUDA)
 #include "api/device.hpp"
 #include "cuda/backend.hpp"
+#include "cuda/device.hpp"
 #endif
 
 namespace cake_gdn::api {
@@ -59,6 +60,7 @@ plan::Shape shape_of(const cake_gdn_problem &p, cake_gdn_direction direction) {
     s.pack_qk = !in_place(p.q, p.B, p.T, p.H, p.K) || !in_place(p.k, p.B, p.T, p.H, p.K);
     s.pack_v = !in_place(p.v, p.B, p.T, p.HV, p.V);
     s.pack_do = s.backward && (p.d_o.data == nullptr || !in_place(p.d_o, p.B, p.T, p.HV, p.V));
+    s.batch_invariant = p.flags & CAKE_GDN_BATCH_INVARIANT;
     return s;
 }
 
@@ -69,7 +71,10 @@ plan::CpuPlan cpu_plan(const cake_gdn_problem &p, cake_gdn_direction direction) 
 #if defined(CAKE_GDN_WITH_CUDA)
 plan::GpuPlan gpu_plan(const cake_gdn_problem &p, cake_gdn_direction direction) {
     cuda::check_supported(p);
-    return plan::plan_gpu(shape_of(p, direction));
+    const cuda::Traits &device = cuda::traits(p.device);
+    plan::Traits traits;
+    traits.capability = device.capability, traits.multiprocessors = device.multiprocessors;
+    return plan::plan_gpu(shape_of(p, direction), traits, plan::parse_pins(p.plan));
 }
 #endif
 

@@ -189,7 +189,13 @@ void check_problem(const cake_gdn_problem &p, cake_gdn_direction direction) {
     if (direction != CAKE_GDN_FORWARD && direction != CAKE_GDN_BACKWARD) {
         invalid("direction is " + text(direction) + "; it must be CAKE_GDN_FORWARD (0) or CAKE_GDN_BACKWARD (1)");
     }
-    if (p.backend == CAKE_GDN_CPU) require_at_least("num_threads", p.num_threads, 1);
+    if (p.backend == CAKE_GDN_CPU) {
+        require_at_least("num_threads", p.num_threads, 1);
+        if (p.plan != nullptr) {
+            invalid("plan is \"" + std::string(p.plan).substr(0, 60) +
+                    "\"; it must be NULL: the CPU has no choices to pin");
+        }
+    }
     const uint32_t known = CAKE_GDN_QK_L2NORM | CAKE_GDN_GATE | CAKE_GDN_BETA_SIGMOID | CAKE_GDN_NEG_EIGVAL |
                            CAKE_GDN_STATE_V_FIRST | CAKE_GDN_BATCH_INVARIANT;
     if (p.flags & ~known) invalid("flags has unknown bits " + text(p.flags & ~known));

@@ -24,6 +24,9 @@ cake_gdn_status guarded(F &&f) noexcept {
     } catch (const plan::TooLarge &failure) {
         set_last_error(failure.what());
         return CAKE_GDN_INVALID_ARGUMENT;
+    } catch (const plan::InvalidPlan &failure) {
+        set_last_error(failure.what());
+        return CAKE_GDN_INVALID_ARGUMENT;
     } catch (const std::bad_alloc &) {
         set_last_error("out of host memory");
         return CAKE_GDN_OUT_OF_MEMORY;

@@ -24,7 +24,7 @@ namespace {
 
 // clang-format off
 #define PLAIN_FIELDS(X) \
-    X(backend) X(device) X(num_threads) X(flags) X(scale) X(B) X(T) X(H) X(HV) X(K) X(V) X(N) X(slots)
+    X(backend) X(device) X(num_threads) X(flags) X(scale) X(B) X(T) X(H) X(HV) X(K) X(V) X(N) X(slots) X(plan)
 
 #define TENSOR_FIELDS(X) \
     X(q) X(k) X(v) X(g) X(beta) X(A_log) X(dt_bias) X(initial_state) X(cu_seqlens) X(cu_seqlens_host) \
@@ -106,6 +106,17 @@ void assign(T *&field, const char *name, PyObject *value) {
     field = static_cast<T *>(to_pointer(name, value));
 }
 
+// The string's own bytes, which live as long as it does.
+void assign(const char *&field, const char *name, PyObject *value) {
+    if (value != Py_None && !PyUnicode_Check(value)) {
+        raise(PyExc_TypeError, std::string(name) + " must be a str or None, not " + Py_TYPE(value)->tp_name);
+    }
+    field = value == Py_None ? nullptr : PyUnicode_AsUTF8(value);
+    if (PyErr_Occurred()) {
+        throw py::error_already_set();
+    }
+}
+
 // What every tensor is read by, made once: names, and torch's dtypes as the Python layer has registered them.
 struct TensorProtocol {
     PyObject *data_ptr = PyUnicode_InternFromString("data_ptr");
@@ -167,6 +178,10 @@ py::object read(const Number &field) {
 template <typename T>
 py::object read(T *const &field) {
     return py::cast(reinterpret_cast<std::uintptr_t>(static_cast<const void *>(field)));
+}
+
+py::object read(const char *const &field) {
+    return field == nullptr ? py::object(py::none()) : py::object(py::str(field));
 }
 
 py::object read(const cake_gdn_tensor &field) {

@@ -24,6 +24,7 @@ public:
             scan_begin_ = begin, scan_heads_ = std::min(plan_.scan_heads, p_.HV - begin);
             head_begin_ = begin, heads_ = scan_heads_;
             wy(p_.A.data);
+            if (cut()) fwd_prescan(), stitch(false);
             fwd_scan(true);
             output();
         }
@@ -38,9 +39,11 @@ public:
                 wy_recompute();
             } else {
                 wy(at(plan_.A));
+                if (cut()) fwd_prescan(), stitch(false);
                 fwd_scan(false);
             }
             dv_local();
+            if (cut()) adjoint_prescan(), stitch(true);
             adjoint_scan();
             const int64_t end = begin + scan_heads_;
             for (head_begin_ = begin; head_begin_ < end; head_begin_ += heads_) {
@@ -67,6 +70,7 @@ private:
     }
     bool has(uint32_t flag) const { return p_.flags & flag; }
     int64_t tokens() const { return p_.B * p_.T; }
+    bool cut() const { return plan_.seams > 0; }  // sequences into segments
 
     // Fields that every program of the chain has.
     template <class Params>
@@ -117,6 +121,19 @@ private:
         s.beta_batch = p_.beta.stride[0], s.beta_token = p_.beta.stride[1], s.beta_head = p_.beta.stride[2];
         s.A_log = p_.A_log.data, s.A_log_dtype = p_.A_log.dtype, s.A_log_stride = p_.A_log.stride[0];
         s.dt_bias = p_.dt_bias.data, s.dt_bias_dtype = p_.dt_bias.dtype, s.dt_bias_stride = p_.dt_bias.stride[0];
+    }
+    template <class Params>
+    void set_segments(Params &s) const {
+        s.max_segments = plan_.scan_segments;
+        s.segments = as<const cake_gdn_segment>(plan_.segments);
+        s.sequence_segment = as<const int64_t>(plan_.sequence_segment);
+        s.seams = as<float>(plan_.seam_states);
+    }
+    template <class Params>
+    void set_prescan(Params &s) const {
+        set_segments(s);
+        s.bound = as<const float>(plan_.bound);
+        s.transitions = at(plan_.transitions), s.forgotten = as<uint8_t>(plan_.forgotten);
     }
     // The saved states, or this slice's own.
     template <class Params>
@@ -180,6 +197,7 @@ private:
         set_gates(s);
         s.step = as<const float>(plan_.step);
         s.A = A, s.w = at(plan_.w), s.u = at(plan_.u);
+        s.bound = as<float>(plan_.bound);
         run_wy(s, stream_);
     }
 
@@ -191,11 +209,43 @@ private:
         CAKE_GDN_SET_STATE(s, initial_state, p_.initial_state);
         s.step = as<const float>(plan_.step);
         s.A = p_.A.data, s.h = p_.h.data, s.w = at(plan_.w), s.v_new = at(plan_.u);
+        s.bound = as<float>(plan_.bound);
         run_wy_recompute(s, stream_);
+    }
+
+    void fwd_prescan() const {
+        auto s = stage<cake_gdn_fwd_prescan_params>();
+        set_prescan(s);
+        CAKE_GDN_SET_ROWS(s, k);
+        set_gates(s);
+        s.w = at(plan_.w), s.u = at(plan_.u);
+        run_fwd_prescan(s, stream_);
+    }
+
+    void adjoint_prescan() const {
+        auto s = stage<cake_gdn_adjoint_prescan_params>();
+        s.scale = static_cast<float>(p_.scale);
+        set_prescan(s);
+        CAKE_GDN_SET_ROWS(s, q);
+        CAKE_GDN_SET_ROWS(s, k);
+        CAKE_GDN_SET_ROWS(s, d_o);
+        set_gates(s);
+        s.w = at(plan_.w), s.dv = at(plan_.dv);
+        run_adjoint_prescan(s, stream_);
+    }
+
+    void stitch(bool backward) const {
+        auto s = stage<cake_gdn_stitch_params>();
+        s.backward = backward;
+        set_segments(s);
+        s.transitions = at(plan_.transitions), s.forgotten = as<const uint8_t>(plan_.forgotten);
+        CAKE_GDN_SET_STATE(s, start, backward ? p_.dht : p_.initial_state);
+        run_stitch(s, stream_);
     }
 
     void fwd_scan(bool with_final_state) const {
         auto s = stage<cake_gdn_fwd_scan_params>();
+        set_segments(s);
         CAKE_GDN_SET_ROWS(s, k);
         set_gates(s);
         CAKE_GDN_SET_STATE(s, initial_state, p_.initial_state);
@@ -232,6 +282,7 @@ private:
     void adjoint_scan() const {
         auto s = stage<cake_gdn_adjoint_scan_params>();
         s.scale = static_cast<float>(p_.scale);
+        set_segments(s);
         CAKE_GDN_SET_ROWS(s, q);
         CAKE_GDN_SET_ROWS(s, k);
         CAKE_GDN_SET_ROWS(s, d_o);

@@ -29,6 +29,14 @@ void check_chain(const char *program, const Params &p) {
     if (p.max_chunks < 0 || (p.max_chunks > 0 && (!p.chunks || !p.sequence_chunk))) reject("tables missing");
 }
 
+// For the programs that work on segments (stages.h).
+template <class Params>
+void check_segments(const char *program, const Params &p) {
+    if (p.max_segments >= 0 && (p.max_segments == 0 || (p.segments && p.sequence_segment))) return;
+    throw Error(CAKE_GDN_INVALID_ARGUMENT,
+                std::string(program) + ": tables of segments missing (" + chain_arguments(p) + ")");
+}
+
 // One block a unit of work; `blocks` = 0 launches nothing. The kernel for bf16 and the one for fp16.
 template <class Params>
 void run_blocks(const char *program, const Params &p, int64_t blocks, size_t shared_memory, int threads, void *stream,

@@ -64,8 +64,7 @@ typedef struct cake_gdn_segment {
  * The backward's programs after the scans may run over slices of the scans' slice: what the scans left (v_new, du, dh)
  * holds the `stored_heads` heads from `stored_begin` on. For every other program the two slices are the same. */
 
-/* Elements of a padded row: 16 bytes. */
-#define CAKE_GDN_WIDTH(columns) (((columns) + 7) / 8 * 8)
+#define CAKE_GDN_WIDTH(columns) (((columns) + 7) / 8 * 8) /* elements of a padded row: 16 bytes */
 
 #define CAKE_GDN_CHAIN(X)                                                                               \
     X(int32_t, device)                                                                                  \
@@ -96,6 +95,22 @@ typedef struct cake_gdn_segment {
     X(int64_t, name##_head)     \
     X(int64_t, name##_k)        \
     X(int64_t, name##_v)
+
+/* The scans cut sequences into segments. A seam is the border of two segments of one sequence; the one before segment s
+ * (an index into the table) of sequence n is seam s - n - 1, so that all seams of a call count from 0. */
+#define CAKE_GDN_SEGMENTS(X)                                                                             \
+    CAKE_GDN_CHAIN(X)                                                                                    \
+    X(int64_t, max_segments)              /* entries to look at: every segment, and maybe unused ones */ \
+    X(const cake_gdn_segment *, segments) /* [max_segments], from tables */                              \
+    X(const int64_t *, sequence_segment)  /* [N + 1], from tables */
+
+/* Of a pre-scan. A transition is stored transposed, in two bf16 parts whose sum it is; left out, it is undefined. */
+#define CAKE_GDN_PRESCAN(X)                                                    \
+    CAKE_GDN_SEGMENTS(X)                                                       \
+    X(const float *, bound) /* [heads, max_chunks], from wy or wy_recompute */ \
+    X(float *, seams)       /* out [seams, heads, V, W of K] */                \
+    X(void *, transitions)  /* out [seams, heads, 2, K, W of K] */             \
+    X(uint8_t *, forgotten) /* out [seams, heads]: 1: the transition is left out */
 
 #define CAKE_GDN_GATES(X)                                                                          \
     X(const float *, cum)     /* [HV, B * T] in-chunk cumulative log decay since the last reset */ \
@@ -155,7 +170,8 @@ typedef struct cake_gdn_segment {
     X(const float *, step) /* [HV, B * T] */                                                             \
     X(void *, A)           /* out [B * T, HV, 64]: rows of the inverses, global heads; NULL: unwanted */ \
     X(void *, w)           /* out slice [.., K] */                                                       \
-    X(void *, u)           /* out slice [.., V] */
+    X(void *, u)           /* out slice [.., V] */                                                       \
+    X(float *, bound)      /* out [heads, max_chunks]: log of the most that a chunk keeps of a state; NULL: unwanted */
 
 /* wy_recompute: w and v_new = u - w h from the saved A and h, for the backward: the forward's bits. */
 #define CAKE_GDN_WY_RECOMPUTE_PARAMS(X)                                                              \
@@ -168,11 +184,32 @@ typedef struct cake_gdn_segment {
     X(const void *, A)     /* [B * T, HV, 64] */                                                     \
     X(const void *, h)     /* [slots, HV, K, W of V]; NULL: v_new gets u, the scan will finish it */ \
     X(void *, w)           /* out slice [.., K] */                                                   \
-    X(void *, v_new)       /* out slice [.., V] */
+    X(void *, v_new)       /* out slice [.., V] */                                                   \
+    X(float *, bound)      /* out [heads, max_chunks], wy's bits; NULL: unwanted */
+
+/* fwd_prescan: of every segment but a sequence's last, the state S after it from a zero state, and M: the state after it
+ * is S + M (the state before it). Where that forgets (tile/segment.cuh), only the segment's end is scanned, without M. */
+#define CAKE_GDN_FWD_PRESCAN_PARAMS(X) \
+    CAKE_GDN_PRESCAN(X)                \
+    CAKE_GDN_ROWS(X, k)                \
+    CAKE_GDN_GATES(X)                  \
+    X(const void *, w) /* slice */     \
+    X(const void *, u) /* slice */
+
+/* stitch: the state at each seam of a sequence, one after the other: S + M (the state at the seam before). `backward`
+ * goes against the order of the seams, for gradients of the state. */
+#define CAKE_GDN_STITCH_PARAMS(X)                                                                    \
+    CAKE_GDN_SEGMENTS(X)                                                                             \
+    X(int32_t, backward)                                                                             \
+    CAKE_GDN_STATE(X, start)      /* initial_state, or dht */                                        \
+    X(float *, seams)             /* [seams, heads, V, W of K], in: S, out: the state at the seam */ \
+    X(const void *, transitions)  /* [seams, heads, 2, K, W of K] */                                 \
+    X(const uint8_t *, forgotten) /* [seams, heads] */
 
 /* fwd_scan: h_{c+1} = e_last h_c + k^T (d v_new), v_new = u - w h_c, in the order of the chunks. */
 #define CAKE_GDN_FWD_SCAN_PARAMS(X)                                                                           \
-    CAKE_GDN_CHAIN(X)                                                                                         \
+    CAKE_GDN_SEGMENTS(X)                                                                                      \
+    X(const float *, seams) /* [seams, heads, V, W of K] state at each seam; NULL: there is none */           \
     CAKE_GDN_ROWS(X, k)                                                                                       \
     CAKE_GDN_GATES(X)                                                                                         \
     CAKE_GDN_STATE(X, initial_state)                                                                          \
@@ -211,19 +248,32 @@ typedef struct cake_gdn_segment {
     CAKE_GDN_GATES(X)               \
     X(void *, dv) /* out slice [.., V] */
 
+/* adjoint_prescan: of every segment but its sequence's first one the gradient dS of the state before it for a zero
+ * gradient of the state after it, and M^T: the gradient before it is dS + M^T (that after it). */
+#define CAKE_GDN_ADJOINT_PRESCAN_PARAMS(X) \
+    CAKE_GDN_PRESCAN(X)                    \
+    X(float, scale)                        \
+    CAKE_GDN_ROWS(X, q)                    \
+    CAKE_GDN_ROWS(X, k)                    \
+    CAKE_GDN_ROWS(X, d_o)                  \
+    CAKE_GDN_GATES(X)                      \
+    X(const void *, w)  /* slice */        \
+    X(const void *, dv) /* slice: dv_local */
+
 /* adjoint_scan: against the order of the chunks, dh the gradient of the state after the chunk:
  * du = dv_local + d (k dh);  dh <- e_last dh + scale q^T (e do) - w^T du. */
-#define CAKE_GDN_ADJOINT_SCAN_PARAMS(X)                       \
-    CAKE_GDN_CHAIN(X)                                         \
-    X(float, scale)                                           \
-    CAKE_GDN_ROWS(X, q)                                       \
-    CAKE_GDN_ROWS(X, k)                                       \
-    CAKE_GDN_ROWS(X, d_o)                                     \
-    CAKE_GDN_GATES(X)                                         \
-    CAKE_GDN_STATE(X, dht)                                    \
-    CAKE_GDN_STATE(X, dh0) /* out fp32; NULL: not wanted */   \
-    X(const void *, w)     /* slice */                        \
-    X(void *, dv)          /* slice, in: dv_local, out: du */ \
+#define CAKE_GDN_ADJOINT_SCAN_PARAMS(X)                                                                             \
+    CAKE_GDN_SEGMENTS(X)                                                                                            \
+    X(const float *, seams) /* [seams, heads, V, W of K] gradient of the state at each seam; NULL: there is none */ \
+    X(float, scale)                                                                                                 \
+    CAKE_GDN_ROWS(X, q)                                                                                             \
+    CAKE_GDN_ROWS(X, k)                                                                                             \
+    CAKE_GDN_ROWS(X, d_o)                                                                                           \
+    CAKE_GDN_GATES(X)                                                                                               \
+    CAKE_GDN_STATE(X, dht)                                                                                          \
+    CAKE_GDN_STATE(X, dh0) /* out fp32; NULL: not wanted */                                                         \
+    X(const void *, w)     /* slice */                                                                              \
+    X(void *, dv)          /* slice, in: dv_local, out: du */                                                       \
     X(void *, dh)          /* out [slots, heads, K, W of V]: slot s holds the gradient of the state in h's slot s */
 
 /* dqkwg: what reaches q and k through the output and the state, dw, and their share of the gate's gradient. */
@@ -268,23 +318,22 @@ typedef struct cake_gdn_segment {
     X(float *, dcum)  /* in: dqkwg's share, out: the sum */
 
 /* finalize: dq or dk of one key head: the sum over its value heads in head order, through the normalisation. */
-#define CAKE_GDN_FINALIZE_PARAMS(X)                                                                                  \
-    X(int32_t, device)                                                                                               \
-    X(int32_t, dtype)                                                                                                \
-    X(int64_t, B)                                                                                                    \
-    X(int64_t, T)                                                                                                    \
-    X(int64_t, H)     /* key heads of this slice */                                                                  \
-    X(int64_t, group) /* value heads of a key head */                                                                \
-    X(int64_t, K)                                                                                                    \
-    X(const void *, parts) /* [B * T, H * group, W] */                                                               \
-    X(const void *, x)  /* [B * T, key heads in all, W] normalised rows from pack, from the slice's first head on; \
-                              NULL: no normalisation */ \
-    X(int64_t, x_heads) /* key heads in all */                                                                       \
-    X(const float *, rstd) /* [B * T, x_heads], from the slice's first head on; with x */                            \
-    X(void *, dx)          /* out [B, T, H, K] */                                                                    \
-    X(int64_t, dx_batch)                                                                                             \
-    X(int64_t, dx_token)                                                                                             \
-    X(int64_t, dx_head)                                                                                              \
+#define CAKE_GDN_FINALIZE_PARAMS(X)                                                                                    \
+    X(int32_t, device)                                                                                                 \
+    X(int32_t, dtype)                                                                                                  \
+    X(int64_t, B)                                                                                                      \
+    X(int64_t, T)                                                                                                      \
+    X(int64_t, H)     /* key heads of this slice */                                                                    \
+    X(int64_t, group) /* value heads of a key head */                                                                  \
+    X(int64_t, K)                                                                                                      \
+    X(const void *, parts) /* [B * T, H * group, W] */                                                                 \
+    X(const void *, x)     /* [B * T, x_heads, W] pack's rows, from the slice's first head on; NULL: not normalised */ \
+    X(int64_t, x_heads)    /* key heads in all */                                                                      \
+    X(const float *, rstd) /* [B * T, x_heads], from the slice's first head on; with x */                              \
+    X(void *, dx)          /* out [B, T, H, K] */                                                                      \
+    X(int64_t, dx_batch)                                                                                               \
+    X(int64_t, dx_token)                                                                                               \
+    X(int64_t, dx_head)                                                                                                \
     X(int64_t, dx_column)
 
 /* gate_backward: dg from dcum by the reverse cumulative sum within the chunk, never across a reset, and the pullbacks of
@@ -319,20 +368,23 @@ typedef struct cake_gdn_segment {
     X(int64_t, ddt_bias_stride)
 
 /* Every stage: F(name, NAME, name of its Python class). */
-#define CAKE_GDN_STAGES(F)                                \
-    F(tables, TABLES, "TablesParams")                     \
-    F(pack, PACK, "PackParams")                           \
-    F(prep, PREP, "PrepParams")                           \
-    F(wy, WY, "WyParams")                                 \
-    F(wy_recompute, WY_RECOMPUTE, "WyRecomputeParams")    \
-    F(fwd_scan, FWD_SCAN, "FwdScanParams")                \
-    F(output, OUTPUT, "OutputParams")                     \
-    F(dv_local, DV_LOCAL, "DvLocalParams")                \
-    F(adjoint_scan, ADJOINT_SCAN, "AdjointScanParams")    \
-    F(dqkwg, DQKWG, "DqkwgParams")                        \
-    F(wy_backward, WY_BACKWARD, "WyBackwardParams")       \
-    F(finalize, FINALIZE, "FinalizeParams")               \
-    F(gate_backward, GATE_BACKWARD, "GateBackwardParams") \
+#define CAKE_GDN_STAGES(F)                                      \
+    F(tables, TABLES, "TablesParams")                           \
+    F(pack, PACK, "PackParams")                                 \
+    F(prep, PREP, "PrepParams")                                 \
+    F(wy, WY, "WyParams")                                       \
+    F(wy_recompute, WY_RECOMPUTE, "WyRecomputeParams")          \
+    F(fwd_prescan, FWD_PRESCAN, "FwdPrescanParams")             \
+    F(stitch, STITCH, "StitchParams")                           \
+    F(fwd_scan, FWD_SCAN, "FwdScanParams")                      \
+    F(output, OUTPUT, "OutputParams")                           \
+    F(dv_local, DV_LOCAL, "DvLocalParams")                      \
+    F(adjoint_prescan, ADJOINT_PRESCAN, "AdjointPrescanParams") \
+    F(adjoint_scan, ADJOINT_SCAN, "AdjointScanParams")          \
+    F(dqkwg, DQKWG, "DqkwgParams")                              \
+    F(wy_backward, WY_BACKWARD, "WyBackwardParams")             \
+    F(finalize, FINALIZE, "FinalizeParams")                     \
+    F(gate_backward, GATE_BACKWARD, "GateBackwardParams")       \
     F(gate_reduce, GATE_REDUCE, "GateReduceParams")
 
 #define CAKE_GDN_DECLARE_STAGE(name, NAME, Class)       \

@@ -1,4 +1,4 @@
-// The GPU chain's plan: grids' bounds, slices of heads and the workspace, from shapes alone.
+// The GPU chain's plan: grids' bounds, slices of heads and the workspace, from shapes and the device.
 #include "plan/plan.hpp"
 
 namespace cake_gdn::plan {
@@ -24,18 +24,23 @@ int64_t slice(int64_t heads, int64_t group, int64_t bytes_per_head, int64_t budg
 
 }  // namespace
 
-GpuPlan plan_gpu(const Shape &s) {
+GpuPlan plan_gpu(const Shape &s, const Traits &traits, const Pins &pins) {
     GpuPlan plan{};
     const int64_t tokens = product(s.B, s.T), slots = state_slots(s.B, s.T), Kw = row_width(s.K), Vw = row_width(s.V);
-    plan.segment_chunks = std::max<int64_t>(1, s.sequence_chunks());  // whole sequences
+    plan.segment_chunks = std::min(segment_length(s, traits, pins), std::max<int64_t>(1, s.sequence_chunks()));
     plan.max_chunks = table_chunks(tokens, s.N);
     plan.max_segments = table_segments(tokens, s.N, plan.segment_chunks);
+    // A dense batch's rows are as long as each other: that is less than what the table has to have for any offsets.
+    plan.seams = s.B > 1 ? s.B * (std::max<int64_t>(1, ceil_div(s.sequence_chunks(), plan.segment_chunks)) - 1)
+                         : plan.max_segments - s.N;
+    plan.scan_segments = s.N + plan.seams;
 
     // Bytes that a value head of the scan slice holds: w, u, and in the backward dv and dh, and h unless it is saved.
     const int64_t rows = product(tokens, kElement), state = product(slots, s.K, Vw, kElement);
     const bool own_states = !s.saved_states;
-    const int64_t scan_head =
-        product(rows, Kw + Vw) + (own_states ? state : 0) + (s.backward ? product(rows, Vw) + state : 0);
+    const int64_t seam_state = product(plan.seams, s.V, Kw, 4), transition = product(plan.seams, 2, s.K, Kw, 2);
+    const int64_t scan_head = product(rows, Kw + Vw) + seam_state + transition + (own_states ? state : 0) +
+                              (s.backward ? product(rows, Vw) + state : 0);
     plan.scan_heads = s.saved_states ? s.HV : slice(s.HV, s.group(), scan_head, kScanSliceBytes);
     plan.tail_heads = slice(plan.scan_heads, s.group(), product(3, rows, Kw), kTailSliceBytes);
 
@@ -74,6 +79,12 @@ GpuPlan plan_gpu(const Shape &s) {
     plan.u = place(product(tokens, heads, Vw), kElement, kWy, last);
     if (own_states) plan.h = place(product(slots, heads, s.K, Vw), kElement, kScan, last);
     plan.w = place(product(tokens, heads, Kw), kElement, kWy, kScan);
+    if (plan.seams > 0) {
+        plan.bound = place(product(heads, plan.max_chunks), 4, kWy, kScan);
+        plan.seam_states = place(heads, seam_state, kWy, kScan);
+        plan.transitions = place(heads, transition, kWy, kScan);
+        plan.forgotten = place(product(plan.seams, heads), 1, kWy, kScan);
+    }
     if (s.backward) {
         plan.dv = place(product(tokens, heads, Vw), kElement, kLocal, kFinalize);
         plan.dh = place(product(slots, heads, s.K, Vw), kElement, kScan, kFinalize);

@@ -22,6 +22,11 @@ struct TooLarge : std::length_error {
     using std::length_error::length_error;
 };
 
+// The text that pins a plan's choices is wrong.
+struct InvalidPlan : std::invalid_argument {
+    using std::invalid_argument::invalid_argument;
+};
+
 // What a plan may know about a problem.
 struct Shape {
     int64_t B, T, H, HV, K, V, N;
@@ -32,6 +37,7 @@ struct Shape {
     // On a GPU: which rows have to be copied before they can be read, because of their strides, their alignment or the
     // in-kernel normalisation.
     bool normalise, pack_qk, pack_v, pack_do;
+    bool batch_invariant;
 
     int64_t group() const { return HV / H; }
     // Most chunks that one sequence can have.
@@ -41,7 +47,19 @@ struct Shape {
 // What a plan may know about the device.
 struct Traits {
     int host_threads = 1;  // the caller's limit
+    // A GPU's.
+    int capability = 0;  // 10 * major + minor
+    int multiprocessors = 0;
 };
+
+// Choices of a GPU plan that the caller takes, from cake_gdn_problem.plan: "segment=32", "segment=whole".
+struct Pins {
+    int64_t segment_chunks = 0;  // 0: the planner's choice
+};
+inline constexpr int64_t kWholeSequences = INT32_MAX;  // a segment length that cuts nothing
+
+// `text` may be null: nothing is pinned. Throws InvalidPlan.
+Pins parse_pins(const char *text);
 
 // Rows of the saved states for the chunks that are not the first of their sequence. A chunk that starts at token t of
 // its batch row owns row t / kChunk - 1: two such chunks start at least kChunk tokens apart, so rows never collide,
@@ -137,6 +155,8 @@ static inline int64_t table_segments(int64_t tokens, int64_t N, int64_t segment_
 struct GpuPlan {
     int64_t segment_chunks;  // chunks of a full segment of the tables
     int64_t max_chunks, max_segments;
+    // Segments that the scans have to look at, and seams between segments of one sequence: what suffices for any offsets.
+    int64_t scan_segments, seams;
     // Value heads of a slice, whole groups: those whose states and corrected values are held at a time, and of those the
     // ones whose parts of dq and dk are (backward). The last slice may have fewer.
     int64_t scan_heads, tail_heads;
@@ -146,11 +166,17 @@ struct GpuPlan {
     Buffer cum, reset, step, q, k, v, d_o, q_rstd, k_rstd, dcum, dstep, partials;
     // Of a scan slice: [B * T, heads, W] or [slots, heads, K, W].
     Buffer A, w, u, h, dv, dh;
+    // Of a scan slice, for the segments: [heads, max_chunks], and [seams, heads, ...] as in stages.h. One set for both
+    // directions.
+    Buffer bound, seam_states, transitions, forgotten;
     // Of a tail slice.
     Buffer dq, dk, dw;
     int64_t bytes;
 };
 
-GpuPlan plan_gpu(const Shape &shape);
+// Chunks of a full segment; at least the longest sequence's when nothing is to be cut.
+int64_t segment_length(const Shape &shape, const Traits &traits, const Pins &pins);
+
+GpuPlan plan_gpu(const Shape &shape, const Traits &traits, const Pins &pins = {});
 
 }  // namespace cake_gdn::plan

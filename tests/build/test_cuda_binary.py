@@ -33,10 +33,13 @@ BUDGETS = {
     "pack": Budget(registers=80, shared=1024),
     "prep": Budget(registers=64, shared=20480),
     "wy": Budget(registers=102, shared=0),  # 128 threads, 5 blocks an SM
+    "fwd_prescan": Budget(registers=224, shared=0),  # one block an SM
+    "stitch": Budget(registers=255, shared=0),  # one block an SM
     "fwd_scan": Budget(registers=224, shared=0),  # one block an SM
     "output": Budget(registers=128, shared=0),  # 256 threads, 2 blocks an SM
     "wy_recompute": Budget(registers=168, shared=0),  # 128 threads, 3 blocks an SM
     "dv_local": Budget(registers=128, shared=0),  # 128 threads, 4 blocks an SM
+    "adjoint_prescan": Budget(registers=255, shared=0),  # one block an SM
     "adjoint_scan": Budget(registers=255, shared=0),  # one block an SM
     "dqkwg": Budget(registers=128, shared=0),  # 256 threads, 2 blocks an SM
     "wy_backward": Budget(registers=168, shared=0),  # 128 threads, 3 blocks an SM
@@ -46,6 +49,7 @@ BUDGETS = {
 }
 # Programs whose products run on the tensor cores.
 TENSOR_CORE = {"wy", "fwd_scan", "output", "wy_recompute", "dv_local", "adjoint_scan", "dqkwg", "wy_backward"}
+TENSOR_CORE |= {"fwd_prescan", "stitch", "adjoint_prescan"}
 RESERVED_SHARED = 1024
 MAX_WHEEL_BYTES = 25 * 2**20
 

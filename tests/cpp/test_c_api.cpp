@@ -144,7 +144,7 @@ TEST_CASE("struct_size of another version") {
           CAKE_GDN_INVALID_ARGUMENT);
 }
 
-TEST_CASE("options: backend, direction, threads, flags, scale") {
+TEST_CASE("options: backend, direction, threads, plan, flags, scale") {
     const auto nan = std::numeric_limits<double>::quiet_NaN(), infinity = std::numeric_limits<double>::infinity();
     for (cake_gdn_direction direction : {CAKE_GDN_FORWARD, CAKE_GDN_BACKWARD}) {
         check_refusals(
@@ -156,6 +156,7 @@ TEST_CASE("options: backend, direction, threads, flags, scale") {
 #endif
              {"threads 0", [](cake_gdn_problem &p) { p.num_threads = 0; }, CAKE_GDN_INVALID_ARGUMENT, "num_threads"},
              {"threads -4", [](cake_gdn_problem &p) { p.num_threads = -4; }, CAKE_GDN_INVALID_ARGUMENT, "num_threads"},
+             {"a pinned plan", [](cake_gdn_problem &p) { p.plan = "segment=8"; }, CAKE_GDN_INVALID_ARGUMENT, "plan"},
              {"flag 64", [](cake_gdn_problem &p) { p.flags |= 64; }, CAKE_GDN_INVALID_ARGUMENT, "flags"},
              {"flag 2^31", [](cake_gdn_problem &p) { p.flags |= 1u << 31; }, CAKE_GDN_INVALID_ARGUMENT, "flags"},
              {"negative eigenvalues alone", [](cake_gdn_problem &p) { p.flags |= CAKE_GDN_NEG_EIGVAL; },

@@ -362,6 +362,19 @@ Shape gpu_shape(int64_t B, int64_t T, int64_t H, int64_t HV, bool backward, bool
     return s;
 }
 
+// An H200's, as far as a plan looks at it.
+Traits h200() {
+    Traits traits;
+    traits.capability = 90, traits.multiprocessors = 132;
+    return traits;
+}
+
+Pins pinned(int64_t segment_chunks) {
+    Pins pins;
+    pins.segment_chunks = segment_chunks;
+    return pins;
+}
+
 std::vector<std::pair<const char *, Buffer>> gpu_buffers(const GpuPlan &p) {
     return {{"offsets", p.offsets},
             {"sequence_chunk", p.sequence_chunk},
@@ -396,7 +409,7 @@ TEST_CASE("gpu plan: slices are whole groups that cover all heads, and bound the
     for (int round = 0; round < 300; ++round) {
         const int64_t H = random.integer(1, 16), group = random.integer(1, 4), T = random.integer(0, 200000);
         const Shape s = gpu_shape(random.integer(1, 4), T, H, H * group, random.integer(0, 1), random.integer(0, 1));
-        const GpuPlan plan = plan_gpu(s);
+        const GpuPlan plan = plan_gpu(s, h200(), pinned(random.integer(0, 40)));
         CHECK(plan.scan_heads % group == 0);
         CHECK(plan.tail_heads % group == 0);
         CHECK(plan.scan_heads >= group);
@@ -416,7 +429,7 @@ TEST_CASE("gpu plan: what is alive together does not overlap") {
         s.K = random.integer(1, 128), s.V = random.integer(1, 128);
         s.normalise = random.integer(0, 1), s.pack_qk = random.integer(0, 1);
         s.pack_v = random.integer(0, 1), s.pack_do = random.integer(0, 1);
-        const GpuPlan plan = plan_gpu(s);
+        const GpuPlan plan = plan_gpu(s, h200(), pinned(random.integer(0, 20)));
         const auto buffers = gpu_buffers(plan);
         for (size_t i = 0; i < buffers.size(); ++i) {
             CHECK(buffers[i].second.offset % kGpuAlignment == 0);
@@ -427,11 +440,30 @@ TEST_CASE("gpu plan: what is alive together does not overlap") {
                 CHECK_FALSE(bytes_meet(buffers[i].second, buffers[j].second));
             }
         }
+        // The pre-scans, the stitch and the scans.
+        const std::vector<std::pair<const char *, Buffer>> scans = {{"bound", plan.bound},
+                                                                    {"seam_states", plan.seam_states},
+                                                                    {"transitions", plan.transitions},
+                                                                    {"forgotten", plan.forgotten},
+                                                                    {"w", plan.w}};
+        for (size_t i = 0; i < scans.size(); ++i) {
+            CAPTURE(scans[i].first);
+            CHECK(scans[i].second.offset + scans[i].second.bytes <= plan.bytes);
+            for (size_t j = 0; j < i; ++j) CHECK_FALSE(bytes_meet(scans[i].second, scans[j].second));
+            for (const auto &[name, buffer] : buffers) {
+                const std::string of_tail(name);
+                if (of_tail == "dq" || of_tail == "dk" || of_tail == "dw") continue;
+                CAPTURE(name);
+                CHECK_FALSE(bytes_meet(scans[i].second, buffer));
+            }
+        }
+        CHECK(plan.seam_states.bytes >= plan.seams * plan.scan_heads * s.V * row_width(s.K) * 4);
+        CHECK(plan.transitions.bytes >= plan.seams * plan.scan_heads * s.K * row_width(s.K) * 4);
     }
 }
 
 TEST_CASE("gpu plan: w makes room for what comes after the scans") {
-    const GpuPlan plan = plan_gpu(gpu_shape(1, 65536, 16, 32, true, true));
+    const GpuPlan plan = plan_gpu(gpu_shape(1, 65536, 16, 32, true, true), h200());
     int64_t sum = plan.w.bytes;
     for (const auto &buffer : gpu_buffers(plan)) sum += buffer.second.bytes;
     CHECK(plan.bytes < sum);
@@ -441,8 +473,11 @@ TEST_CASE("gpu plan: no buffer grows with the number of sequences times the stat
     Shape few = gpu_shape(1, 100000, 4, 8, true, true);
     Shape many = few;
     many.N = 70000;
-    // Only the tables may grow: 24 bytes of prefix sums and 16 of each table's entries a sequence.
-    CHECK(plan_gpu(many).bytes - plan_gpu(few).bytes < 80 * many.N);
+    // Only what a chunk has of its own may: 24 bytes of prefix sums, 16 of each table's entries, and a head's bound.
+    for (int64_t length : {int64_t(0), int64_t(16), kWholeSequences}) {
+        const Pins pins = pinned(length);
+        CHECK(plan_gpu(many, h200(), pins).bytes - plan_gpu(few, h200(), pins).bytes < (80 + 4 * many.HV) * many.N);
+    }
 }
 
 TEST_CASE("gpu plan: tables are large enough for any packing") {
@@ -460,5 +495,137 @@ TEST_CASE("gpu plan: tables are large enough for any packing") {
         }
         CHECK(chunks <= table_chunks(T, N));
         CHECK(segments <= table_segments(T, N, segment));
+    }
+}
+
+// ---- segments ----
+
+TEST_CASE("segments: enough of them for any packing, and as many seams; a dense batch has just its own") {
+    Random random(24);
+    for (int round = 0; round < 300; ++round) {
+        const int64_t N = random.integer(1, 50), T = random.integer(0, 3000), length = random.integer(1, 9);
+        Shape s = gpu_shape(1, T, 1, 2, true, false);
+        s.N = N;
+        const GpuPlan plan = plan_gpu(s, h200(), pinned(length));
+        std::vector<int64_t> cuts = {0, T};
+        for (int64_t n = 1; n < N; ++n) cuts.push_back(random.integer(0, T));
+        std::sort(cuts.begin(), cuts.end());
+        int64_t segments = 0;
+        for (int64_t n = 0; n < N; ++n) {
+            const int64_t chunks = ceil_div(cuts[size_t(n) + 1] - cuts[size_t(n)], kChunk);
+            segments += std::max<int64_t>(1, ceil_div(chunks, plan.segment_chunks));
+        }
+        CHECK(plan.scan_segments <= plan.max_segments);
+        CHECK(segments <= plan.scan_segments);
+        CHECK(segments - N <= plan.seams);
+
+        const GpuPlan dense = plan_gpu(gpu_shape(N, T, 1, 2, true, false), h200(), pinned(length));
+        CHECK(dense.scan_segments == N * std::max<int64_t>(1, ceil_div(ceil_div(T, kChunk), dense.segment_chunks)));
+        CHECK(dense.seams == dense.scan_segments - N);
+    }
+}
+
+TEST_CASE("segments: forward and backward, with and without saved states, cut alike") {
+    Random random(25);
+    for (int round = 0; round < 300; ++round) {
+        const int64_t H = random.integer(1, 16), HV = H * random.integer(1, 4);
+        Shape s = gpu_shape(random.integer(1, 4), random.integer(0, 200000), H, HV, false, false);
+        s.batch_invariant = random.integer(0, 1);
+        const int64_t length = plan_gpu(s, h200()).segment_chunks;
+        CHECK(length >= 1);
+        for (int which = 1; which < 16; ++which) {
+            Shape other = s;
+            other.backward = which & 1, other.saved_states = which & 2, other.gate_gradients = which & 4;
+            other.normalise = other.pack_qk = other.pack_v = other.pack_do = which & 8;
+            CHECK(plan_gpu(other, h200()).segment_chunks == length);
+        }
+    }
+}
+
+TEST_CASE("segments: cut where few heads leave SMs idle, and not where they do not") {
+    const auto seams = [](int64_t B, int64_t T, int64_t HV) {
+        return plan_gpu(gpu_shape(B, T, HV, HV, true, true), h200()).seams;
+    };
+    CHECK(seams(1, 32768, 8) > 0);
+    CHECK(seams(1, 8192, 8) > 0);
+    CHECK(seams(1, 8192, 64) == 0);
+    CHECK(seams(16, 8192, 8) == 0);
+    CHECK(seams(1, 512, 2) == 0);
+    // More SMs, shorter segments; an unknown device and one with no SM at all have a plan too.
+    const Shape s = gpu_shape(1, 65536, 8, 8, true, true);
+    int64_t last = kWholeSequences;
+    for (int count : {1, 16, 64, 132, 264, 1000}) {
+        Traits traits = h200();
+        traits.multiprocessors = count;
+        const int64_t length = plan_gpu(s, traits).segment_chunks;
+        CHECK(length <= last);
+        last = length;
+    }
+    CHECK(last < 64);
+    CHECK(plan_gpu(s, Traits{}).segment_chunks >= 1);
+}
+
+TEST_CASE("segments: their memory is bounded") {
+    for (int64_t T = 1 << 12; T <= int64_t(1) << 32; T *= 4) {
+        for (int64_t HV : {1, 8, 64}) {
+            Traits traits = h200();
+            traits.multiprocessors = 100000;
+            const GpuPlan plan = plan_gpu(gpu_shape(1, T, HV, HV, true, true), traits);
+            CHECK(plan.seam_states.bytes + plan.transitions.bytes <= int64_t(1) << 30);
+        }
+    }
+}
+
+TEST_CASE("segments: batch_invariant looks at the heads alone") {
+    for (int64_t HV : {1, 2, 8, 16, 32, 64}) {
+        std::set<int64_t> lengths;
+        for (int64_t B : {1, 5, 70}) {
+            for (int count : {1, 78, 132, 216}) {
+                Shape s = gpu_shape(B, 1 << 20, HV, HV, true, true);
+                s.batch_invariant = true;
+                Traits traits = h200();
+                traits.multiprocessors = count;
+                traits.capability = count == 216 ? 107 : 90;
+                lengths.insert(plan_gpu(s, traits).segment_chunks);
+                s.N = 700;
+                if (B == 1) lengths.insert(plan_gpu(s, traits).segment_chunks);
+            }
+        }
+        CHECK(lengths.size() == 1);
+    }
+}
+
+TEST_CASE("pins: what is read, and what is refused by name") {
+    CHECK(parse_pins(nullptr).segment_chunks == 0);
+    CHECK(parse_pins("segment=1").segment_chunks == 1);
+    CHECK(parse_pins("segment=32").segment_chunks == 32);
+    CHECK(parse_pins("segment=2147483647").segment_chunks == kWholeSequences);
+    CHECK(parse_pins("segment=whole").segment_chunks == kWholeSequences);
+    const Shape s = gpu_shape(1, 4096, 64, 64, false, false);
+    CHECK(plan_gpu(s, h200(), parse_pins("segment=8")).seams == 7);
+    CHECK(plan_gpu(s, h200(), parse_pins("segment=whole")).seams == 0);
+    CHECK(plan_gpu(s, h200(), parse_pins("segment=64")).seams == 0);
+    const std::pair<const char *, const char *> wrong[] = {{"", "plan has \"\""},
+                                                           {"segment", "plan has \"segment\""},
+                                                           {"segment=", "1 to 2147483647"},
+                                                           {"segment=0", "1 to 2147483647"},
+                                                           {"segment=-8", "segment=-8"},
+                                                           {"segment=2147483648", "1 to 2147483647"},
+                                                           {"segment=99999999999999999999", "1 to 2147483647"},
+                                                           {"segment=8x", "segment=8x"},
+                                                           {"segment= 8", "1 to 2147483647"},
+                                                           {"segments=8", "with the key segment"},
+                                                           {"segment=8,", "with the key segment"},
+                                                           {"segment=8,segment=8", "given once"},
+                                                           {"tile=3", "tile=3"}};
+    for (const auto &[text, message] : wrong) {
+        CAPTURE(text);
+        std::string what;
+        try {
+            parse_pins(text);
+        } catch (const InvalidPlan &error) {
+            what = error.what();
+        }
+        CHECK(what.find(message) != std::string::npos);
     }
 }

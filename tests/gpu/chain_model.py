@@ -28,6 +28,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
+import seams
 import torch
 from reference import oracle, stages
 from reference.cases import GRADS, Case, error, make_case, one_thread, run
@@ -57,7 +58,9 @@ def moved(case: Case, device: str, dtype: torch.dtype | None = None) -> Case:
 
 # ---- references -----------------------------------------------------------------------------------------------------
 
-_NO_OPTION_OF_THE_ORACLE = ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "backend", "batch_invariant", "save_state")
+_NO_OPTION_OF_THE_ORACLE = (
+    *("cu_seqlens_cpu", "chunk_indices", "chunk_size", "backend", "batch_invariant", "save_state", "plan"),
+)
 
 
 @one_thread()
@@ -94,7 +97,7 @@ def truth(case: Case, final: bool = True) -> dict[str, tuple[torch.Tensor, float
 
 def engine(op: Callable, case: Case, final: bool = True) -> dict[str, torch.Tensor]:
     """The CPU engine's answer to the same numbers: q, k, v and do in fp32, which it computes in."""
-    options = {"backend": "cpu"} if "backend" in case.options else {}
+    options = {name: x for name, x in (("backend", "cpu"), ("plan", None)) if name in case.options}
     return run(op, moved(case, "cpu", torch.float32).with_options(**options), final=final)
 
 
@@ -117,8 +120,8 @@ def _gates(raw: torch.Tensor):
     return G, E, G[:, -1], E[:, -1], reset, last
 
 
-def _chunk_forward(x, S, E16):
-    """One chunk of all value heads; x holds its rows, heads first. Returns what the backward needs, and the state."""
+def _chunk(x, E16):
+    """One chunk of all value heads without the state; x holds its rows, heads first."""
     G, E, R, D, reset, last = _gates(x["raw"])
     q, k, v, step = x["q"], x["k"], x["v"], x["step"]
     kk, qk = k @ k.mT, q @ k.mT
@@ -127,22 +130,31 @@ def _chunk_forward(x, S, E16):
     A = E16(torch.linalg.solve_triangular(L + eye, eye, upper=False, unitriangular=True))
     w = E16(A @ E16((step * E)[..., None] * k))
     u = E16(A @ E16(step[..., None] * v))
+    return x | dict(G=G, E=E, R=R, D=D, reset=reset, last=last, kk=kk, qk=qk, A=A, w=w, u=u, scores=E16(qk * G))
+
+
+def advance(x, S, E16, transition: bool = False):
+    """The state through one chunk: E16 of it, the corrected values, and the state after it. `transition`: without the
+    chunk's own values."""
     h = E16(S)
-    v_new = E16(u - w @ h)
-    scores = E16(qk * G)
-    o = E16(x["scale"] * (E[..., None] * (q @ h) + scores @ v_new))
-    S = D[:, None, None] * S + k.mT @ E16(R[..., None] * v_new)
-    kept = dict(G=G, E=E, R=R, D=D, reset=reset, last=last, kk=kk, qk=qk, A=A, w=w, h=h, v_new=v_new, scores=scores)
-    return o, S, x | kept
+    v_new = E16((0.0 if transition else x["u"]) - x["w"] @ h)
+    return h, v_new, x["D"][:, None, None] * S + x["k"].mT @ E16(x["R"][..., None] * v_new)
+
+
+def retreat(x, dS, E16, transition: bool = False):
+    """The state's gradient against one chunk: E16 of it, the gradient of the corrected values, and that before it."""
+    dh, do, scale = E16(dS), x["do"], x["scale"]
+    local = 0.0 if transition else E16(scale * x["scores"].mT @ do)
+    du = E16(local + x["R"][..., None] * (x["k"] @ dh))
+    own = 0.0 if transition else x["q"].mT @ E16((scale * x["E"])[..., None] * do)
+    return dh, du, x["D"][:, None, None] * dS + own - x["w"].mT @ du
 
 
 def _chunk_backward(x, dS, E16):
     """The gradients of one chunk, and of the state before it, from that of the state after it."""
-    G, E, R, D, h, v_new, w, A = (x[name] for name in ("G", "E", "R", "D", "h", "v_new", "w", "A"))
+    G, E, R, D, h, v_new, A = (x[name] for name in ("G", "E", "R", "D", "h", "v_new", "A"))
     q, k, v, do, step, scale = (x[name] for name in ("q", "k", "v", "do", "step", "scale"))
-    dh = E16(dS)
-    du = E16(E16(scale * x["scores"].mT @ do) + R[..., None] * (k @ dh))
-    before = D[:, None, None] * dS + q.mT @ E16((scale * E)[..., None] * do) - w.mT @ du
+    dh, du, before = retreat(x, dS, E16)
 
     dw = E16(-du @ h.mT)
     inter, carry = scale * E[..., None] * (do @ h.mT), R[..., None] * (v_new @ dh.mT)
@@ -174,10 +186,13 @@ def _chunk_backward(x, dS, E16):
 
 
 @one_thread()
-def rounded(case: Case, final: bool = True, noise: int | None = None) -> dict[str, torch.Tensor]:
+def rounded(
+    case: Case, final: bool = True, noise: int | None = None, segment: int | None = None
+) -> dict[str, torch.Tensor]:
     """The answer of the chain with its roundings made in float64, by `run`'s names, in the dtypes of the outputs.
 
     `noise`: a seed; then everything is off by NOISE before it is rounded, so that some roundings fall otherwise.
+    `segment`: the sequences are cut into segments of so many chunks; None: they are not.
     """
     given, opt = case.inputs, case.options
     B, T, H, K = given["q"].shape
@@ -217,16 +232,18 @@ def rounded(case: Case, final: bool = True, noise: int | None = None) -> dict[st
 
     token = dict(q=q.repeat_interleave(group, 1), k=k.repeat_interleave(group, 1), v=v, do=do, raw=raw, step=step)
     S, dS = state(given.get("initial_state")), state(case.dht if final else None)
-    o, kept = torch.empty_like(v), []
-    for c in chunks:
-        x = {name: y[c.tokens].transpose(0, 1) for name, y in token.items()} | {"scale": scale}
-        o_c, S[c.sequence], x = _chunk_forward(x, S[c.sequence], E16)
-        o[c.tokens] = o_c.transpose(0, 1)
-        kept.append(x)
+    o = torch.empty_like(v)
+    kept = [_chunk({n: y[c.tokens].transpose(0, 1) for n, y in token.items()} | {"scale": scale}, E16) for c in chunks]
+    starts = seams.starts(chunks, kept, S, segment, advance, E16) if segment else {}
+    for i, (c, x) in enumerate(zip(chunks, kept)):
+        h, v_new, S[c.sequence] = advance(x, starts.get(i, S[c.sequence]), E16)
+        o[c.tokens] = E16(scale * (x["E"][..., None] * (x["q"] @ h) + x["scores"] @ v_new)).transpose(0, 1)
+        x.update(h=h, v_new=v_new)
     shapes = dict(q=(HV, K), k=(HV, K), v=(HV, V), draw=(HV,), step=(HV,))
     d = {name: torch.zeros(B * T, *s, dtype=torch.float64, device=device) for name, s in shapes.items()}
-    for c, x in zip(reversed(chunks), reversed(kept)):
-        grads, dS[c.sequence] = _chunk_backward(x, dS[c.sequence], E16)
+    starts = seams.starts(chunks, kept, dS, segment, retreat, E16) if segment else {}
+    for i, (c, x) in reversed(list(enumerate(zip(chunks, kept)))):
+        grads, dS[c.sequence] = _chunk_backward(x, starts.get(i, dS[c.sequence]), E16)
         for name, y in grads.items():
             d[name][c.tokens] = y.transpose(0, 1)
 

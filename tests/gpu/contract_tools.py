@@ -202,6 +202,7 @@ def run_in_red_zones(case: Case, save: bool) -> dict[str, torch.Tensor]:
             V=v.shape[3],
             N=q.shape[0] if cu is None else cu.shape[0] - 1,
             slots=h.shape[0] if save else 0,
+            plan=case.options.get("plan"),
             cu_seqlens=cu,
             h=h,
             A=A,
@@ -212,11 +213,11 @@ def run_in_red_zones(case: Case, save: bool) -> dict[str, torch.Tensor]:
         workspace = arena.reserve((size,), torch.uint8)
         arena.call(lambda: run(problem, workspace.data_ptr(), size, stream), [*outputs, workspace])
 
-    results = [arena.like(x) for x in torch_ops._forward_outputs(*inputs, cu, None, scale, flags, True, save)]
+    results = [arena.like(x) for x in torch_ops._forward_outputs(*inputs, cu, None, scale, flags, True, save, None)]
     o, final_state, h, A = torch_ops.named(results, True, save)
     call(_C.FORWARD, _C.forward, {"o": o, "final_state": final_state}, results)
     present = [x is not None for x in inputs]
-    shapes = torch_ops._backward_outputs(d_o, dht, *inputs, cu, None, h, A, scale, flags, present)
+    shapes = torch_ops._backward_outputs(d_o, dht, *inputs, cu, None, h, A, scale, flags, present, None)
     grads = [arena.like(x) for x in shapes]
     names = [GRADS[name] for name, there in zip(torch_ops.INPUTS, present) if there]
     call(_C.BACKWARD, _C.backward, {"d_o": d_o, "dht": dht} | dict(zip(names, grads)), grads)

@@ -114,7 +114,8 @@ class Chain:
     head_begin: int = 0
     heads: int = -1  # -1: all
     stored: tuple[int, int] | None = None  # first head and heads of what the scans left; default: the slice
-    slack: int = 3  # entries of the chunk table past the last chunk
+    slack: int = 3  # entries of the tables past the last chunk and segment
+    segment: int = 1 << 30  # chunks of a full segment
 
     def sliced(self, begin: int, heads: int, stored: tuple[int, int] | None = None) -> Chain:
         return dataclasses.replace(self, head_begin=begin, heads=heads, stored=stored)
@@ -150,16 +151,41 @@ class Chain:
         import numpy as np
 
         cu = None if self.cu is None else np.asarray(self.cu, np.int64)
-        tables = twins.twin(cu, self.B, self.T, 1)
-        entries = np.zeros(len(tables.chunks) + self.slack, twins.CHUNK_ENTRY)
-        entries["sequence"] = -1
-        entries[: len(tables.chunks)] = tables.chunks
-        words = torch.from_numpy(entries.view(np.int64).copy())
-        return len(entries), words.to(DEVICE), torch.from_numpy(tables.sequence_chunk).to(DEVICE)
+        tables = twins.twin(cu, self.B, self.T, self.segment)
+
+        def entries(table, kind):
+            padded = np.zeros(len(table) + self.slack, kind)
+            padded["sequence"] = -1
+            padded[: len(table)] = table
+            return torch.from_numpy(padded.view(np.int64).copy()).to(DEVICE)
+
+        starts = (torch.from_numpy(x).to(DEVICE) for x in (tables.sequence_chunk, tables.sequence_segment))
+        return (
+            entries(tables.chunks, twins.CHUNK_ENTRY),
+            entries(tables.segments, twins.SEGMENT_ENTRY),
+            *starts,
+            [(int(s["sequence"]), int(s["chunk"]), int(s["chunks"])) for s in tables.segments if s["sequence"] >= 0],
+        )
 
     @property
     def max_chunks(self) -> int:
-        return self._tables[0]
+        return len(self._tables[0]) // 2
+
+    @property
+    def segments(self) -> list[tuple[int, int, int]]:
+        """(sequence, first chunk, chunks) of every segment."""
+        return self._tables[4]
+
+    @property
+    def max_seams(self) -> int:
+        """Seams that there may be; `seams` are there."""
+        return len(self._tables[1]) // 2 - self.N
+
+    @cached_property
+    def seams(self) -> list[tuple[int, int]]:
+        """The segments before and after each seam, in the order of the seams."""
+        of = [s[0] for s in self.segments]
+        return [(i, i + 1) for i in range(len(of) - 1) if of[i] == of[i + 1]]
 
     @cached_property
     def live(self) -> torch.Tensor:
@@ -180,7 +206,7 @@ class Chain:
         return x.unflatten(0, (self.B, self.T))
 
     def fields(self) -> dict:
-        max_chunks, chunks, sequence_chunk = self._tables
+        chunks, _, sequence_chunk, _, _ = self._tables
         span, stored = self.span, self.stored_span
         return {
             "device": torch.cuda.current_device() if DEVICE == "cuda" else 0,
@@ -190,7 +216,7 @@ class Chain:
             "heads": span.stop - span.start,
             "stored_begin": stored.start,
             "stored_heads": stored.stop - stored.start,
-            "max_chunks": max_chunks,
+            "max_chunks": self.max_chunks,
             "chunks": pointer(chunks),
             "sequence_chunk": pointer(sequence_chunk),
         }
@@ -282,6 +308,42 @@ class Launch:
     def _padded(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(self.chain.dtype)
         return torch.nn.functional.pad(x, (0, width(x.shape[-1]) - x.shape[-1]))
+
+    def segments(self) -> None:
+        """CAKE_GDN_SEGMENTS past the chain's fields."""
+        _, segments, _, sequence_segment, _ = self.chain._tables
+        self.fields |= {
+            "max_segments": len(segments) // 2,
+            "segments": pointer(segments),
+            "sequence_segment": pointer(sequence_segment),
+        }
+
+    def of_seams(self, x: torch.Tensor) -> torch.Tensor:
+        """Values of the seams that are there [seams, HV, ...] -> of the slice's heads, NaN (or 255) for the others."""
+        shape = (self.chain.max_seams, *x[:, self.chain.span].shape[1:])
+        buffer = Buffer(shape, x.dtype)
+        buffer.view[: len(x)] = x[:, self.chain.span]
+        return buffer.view
+
+    def output_seams(self, name: str, shape, dtype, written=None, initial=None) -> torch.Tensor:
+        """Of the slice's heads at the seams that are there; `written` narrows it further."""
+        chain = self.chain
+        there = torch.arange(chain.max_seams, device=DEVICE) < len(chain.seams)
+        there = there.view(-1, *[1] * (1 + len(shape)))
+        if written is not None:
+            there = there & written
+        heads = chain.span.stop - chain.span.start
+        out = self.output(name, (chain.max_seams, heads, *shape), dtype, there, initial=initial)
+        return out[: len(chain.seams)]
+
+    def output_bound(self, wanted: bool) -> torch.Tensor | None:
+        self.fields["bound"] = 0
+        if not wanted:
+            return None
+        chain = self.chain
+        there = torch.arange(chain.max_chunks, device=DEVICE) < len(chain.chunks)
+        shape = (chain.span.stop - chain.span.start, chain.max_chunks)
+        return self.output("bound", shape, torch.float32, there)[:, : len(chain.chunks)]
 
     # ---- outputs ----
 
@@ -410,8 +472,9 @@ def run_prep(chain: Chain, g, beta, A_log=None, dt_bias=None, sigmoid=False, neg
     return gates
 
 
-def run_wy(chain: Chain, k, v, gates: Gates):
-    """k [B, T, H, K], v [B, T, HV, V] -> A [B * T, HV, 64], w [B * T, heads, K], u [B * T, heads, V]."""
+def run_wy(chain: Chain, k, v, gates: Gates, bound=False):
+    """k [B, T, H, K], v [B, T, HV, V] -> A [B * T, HV, 64], w [B * T, heads, K], u [B * T, heads, V], and when it is
+    wanted the chunks' bound [heads, chunks]."""
     call = Launch("wy", chain)
     call.rows("k", k)
     call.rows("v", v)
@@ -420,12 +483,14 @@ def run_wy(chain: Chain, k, v, gates: Gates):
     written[:, chain.span] = chain.live[:, None, None]
     A = call.output("A", (chain.tokens, chain.HV, CHUNK), chain.dtype, written)
     w, u = call.output_slice("w", chain.K), call.output_slice("u", chain.V)
+    bounds = call.output_bound(bound)
     call.run()
-    return A, w, u
+    return (A, w, u, bounds) if bound else (A, w, u)
 
 
-def run_wy_recompute(chain: Chain, k, v, gates: Gates, A, h, initial_state=None):
-    """A [B * T, HV, 64], h [slots, HV, K, V] or None -> w [B * T, heads, K], v_new [B * T, heads, V]."""
+def run_wy_recompute(chain: Chain, k, v, gates: Gates, A, h, initial_state=None, bound=False):
+    """A [B * T, HV, 64], h [slots, HV, K, V] or None -> w [B * T, heads, K], v_new [B * T, heads, V], and when it is
+    wanted the chunks' bound [heads, chunks]."""
     call = Launch("wy_recompute", chain)
     call.rows("k", k)
     call.rows("v", v)
@@ -434,14 +499,89 @@ def run_wy_recompute(chain: Chain, k, v, gates: Gates, A, h, initial_state=None)
     call.input("A", place(A.to(chain.dtype)))
     call.states("h", h, slice(0, chain.HV))
     w, v_new = call.output_slice("w", chain.K), call.output_slice("v_new", chain.V)
+    bounds = call.output_bound(bound)
     call.run()
-    return w, v_new
+    return (w, v_new, bounds) if bound else (w, v_new)
 
 
-def run_fwd_scan(chain: Chain, k, gates: Gates, w, u, initial_state=None, final_state=True, saved=False, v_first=False):
+def _turned(states: torch.Tensor) -> torch.Tensor:
+    """[seams, HV, K, V] -> as the programs keep them, [seams, HV, V, W of K]."""
+    K = states.shape[2]
+    return torch.nn.functional.pad(states.mT, (0, width(K) - K))
+
+
+def _states(chain: Chain, seams: torch.Tensor) -> torch.Tensor:
+    """The other way round."""
+    assert bool((seams[..., chain.K :] == 0).all()), "rows of a state at a seam past K are not zero"
+    return seams[..., : chain.K].mT
+
+
+def _prescan(call: Launch, bound: torch.Tensor):
+    """CAKE_GDN_PRESCAN, and the call: bound [HV, chunks] -> states [seams, heads, K, V], transitions
+    [seams, heads, 2, K, W of K] and forgotten [seams, heads]."""
+    chain = call.chain
+    call.segments()
+    padded = Buffer((chain.span.stop - chain.span.start, chain.max_chunks), torch.float32)
+    padded.view[:, : len(chain.chunks)] = bound[chain.span]
+    call.input("bound", padded.view)
+    states = call.output_seams("seams", (chain.V, width(chain.K)), torch.float32)
+    transitions = call.output_seams("transitions", (2, chain.K, width(chain.K)), torch.bfloat16)
+    forgotten = call.output_seams("forgotten", (), torch.uint8)
+    call.run()
+    return _states(chain, states), transitions, forgotten
+
+
+def transposed(transitions: torch.Tensor, K: int) -> torch.Tensor:
+    """The transitions of a pre-scan [seams, heads, 2, K, W] -> [seams, heads, K, K] in float64."""
+    return transitions.double().sum(2)[..., :K].mT
+
+
+def run_fwd_prescan(chain: Chain, k, gates: Gates, w, u, bound):
+    """w [B * T, HV, K], u [B * T, HV, V], bound [HV, chunks] -> as _prescan says."""
+    call = Launch("fwd_prescan", chain)
+    call.rows("k", k)
+    call.gates(gates)
+    call.slice("w", w)
+    call.slice("u", u)
+    return _prescan(call, bound)
+
+
+def run_adjoint_prescan(chain: Chain, q, k, d_o, gates: Gates, w, dv, bound, scale):
+    """w [B * T, HV, K], dv (dv_local) [B * T, HV, V], bound [HV, chunks] -> as _prescan says."""
+    call = Launch("adjoint_prescan", chain, scale=scale)
+    call.rows("q", q)
+    call.rows("k", k)
+    call.rows("d_o", d_o)
+    call.gates(gates)
+    call.slice("w", w)
+    call.slice("dv", dv)
+    return _prescan(call, bound)
+
+
+def run_stitch(chain: Chain, states, transitions, forgotten, start, backward: bool):
+    """States [seams, HV, K, V], transitions [seams, HV, 2, K, W of K], forgotten [seams, HV], start [N, HV, K, V] ->
+    the states at the seams [seams, heads, K, V]."""
+    call = Launch("stitch", chain, backward=int(backward))
+    call.segments()
+    call.state("start", start)
+    call.input("transitions", call.of_seams(transitions))
+    call.input("forgotten", call.of_seams(forgotten))
+    written = call.of_seams(forgotten)[..., None, None] == 0
+    initial = call.of_seams(_turned(states))
+    out = call.output_seams("seams", (chain.V, width(chain.K)), torch.float32, written, initial)
+    call.run()
+    return _states(chain, out)
+
+
+def run_fwd_scan(
+    chain: Chain, k, gates: Gates, w, u, initial_state=None, final_state=True, saved=False, v_first=False, seams=None
+):
     """w [B * T, HV, K], u [B * T, HV, V] -> v_new [B * T, heads, V], h [slots, heads, K, V] (`saved`: all HV heads'
-    tensor, of which the slice is written), final_state [N, HV, K, V] or None."""
+    tensor, of which the slice is written), final_state [N, HV, K, V] or None. `seams`: the states at the seams
+    [seams, HV, K, V], where there are any."""
     call = Launch("fwd_scan", chain)
+    call.segments()
+    call.input("seams", None if seams is None else call.of_seams(_turned(seams)))
     call.rows("k", k)
     call.gates(gates)
     call.state("initial_state", initial_state)
@@ -487,9 +627,14 @@ def run_dv_local(chain: Chain, q, k, d_o, gates: Gates, scale):
     return dv
 
 
-def run_adjoint_scan(chain: Chain, q, k, d_o, gates: Gates, w, dv, scale, dht=None, dh0=True, v_first=False):
-    """dv (dv_local) [B * T, HV, V] -> du [B * T, heads, V], dh [slots, heads, K, V], dh0 [N, HV, K, V] or None."""
+def run_adjoint_scan(
+    chain: Chain, q, k, d_o, gates: Gates, w, dv, scale, dht=None, dh0=True, v_first=False, seams=None
+):
+    """dv (dv_local) [B * T, HV, V] -> du [B * T, heads, V], dh [slots, heads, K, V], dh0 [N, HV, K, V] or None.
+    `seams`: the gradients at the seams [seams, HV, K, V], where there are any."""
     call = Launch("adjoint_scan", chain, scale=scale)
+    call.segments()
+    call.input("seams", None if seams is None else call.of_seams(_turned(seams)))
     call.rows("q", q)
     call.rows("k", k)
     call.rows("d_o", d_o)

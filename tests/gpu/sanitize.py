@@ -12,7 +12,7 @@ import torch
 from cake_gdn_det import chunk_gated_delta_rule
 
 
-def step(B, T, H, HV, K, V, dtype, offsets=None, save_state=None, with_state=True):
+def step(B, T, H, HV, K, V, dtype, offsets=None, save_state=None, with_state=True, plan=None):
     """One forward and backward with every in-kernel option; all gradients must be finite."""
 
     def leaf(*shape, dtype=torch.float32):
@@ -37,6 +37,7 @@ def step(B, T, H, HV, K, V, dtype, offsets=None, save_state=None, with_state=Tru
         dt_bias=dt_bias,
         cu_seqlens=None if offsets is None else torch.tensor(offsets, device="cuda"),
         save_state=save_state,
+        plan=plan,
     )
     leaves = [x for x in (q, k, v, g, beta, A_log, dt_bias, state) if x is not None]
     grads = torch.autograd.grad([o, final_state], leaves, [torch.randn_like(o), torch.randn_like(final_state)])
@@ -48,4 +49,6 @@ if __name__ == "__main__":
     step(1, 130, 1, 2, 128, 128, torch.bfloat16)
     step(1, 200, 1, 2, 60, 100, torch.float16, offsets=[0, 1, 1, 70, 200], save_state=False)
     step(1, 150, 1, 2, 128, 40, torch.bfloat16, offsets=[0, 64, 150, 150], with_state=False)
+    step(1, 330, 1, 2, 128, 128, torch.bfloat16, plan="segment=2")
+    step(1, 400, 1, 2, 60, 100, torch.float16, offsets=[0, 1, 1, 200, 400], save_state=False, plan="segment=1")
     print("done")

@@ -362,7 +362,8 @@ def test_planned_slices_of_heads(op):
     """A call of whose heads only some are worked on at a time, if states are not saved, or in the tail of the backward:
     the bits of the call with saved states, and of a group of heads alone."""
     T, H, HV, D = 65536 // tools.SHRINK, 16, 64, 128
-    case = large_case(T=T, H=H, HV=HV, K=D, V=D)
+    # A group of heads alone would be planned otherwise.
+    case = large_case(T=T, H=H, HV=HV, K=D, V=D, plan="segment=whole")
     watch = chain_model.DEVICE == "cuda"
     if watch:
         torch.cuda.empty_cache()
@@ -462,7 +463,7 @@ def test_tensors_beyond_two_to_the_31_elements(op, save_state):
         free = torch.cuda.mem_get_info()[0] >> 30
         if free < 64:
             pytest.skip(f"needs 64 GiB of free GPU memory, there are {free}")
-    case = large_case(T=0, H=H, HV=HV, K=D, V=D, lengths=lengths, batch_invariant=True)
+    case = large_case(T=0, H=H, HV=HV, K=D, V=D, lengths=lengths, plan="segment=whole")
     assert case.do.numel() > 2**31 or tools.SHRINK > 1
     out = run(op, case, save_state=save_state)
     group = HV // H

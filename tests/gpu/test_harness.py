@@ -70,7 +70,7 @@ def module(monkeypatch):
     return install
 
 
-CHAIN = Chain(B=1, T=150, H=2, HV=4, K=16, V=32, dtype=torch.float16, cu=(5, 70, 70, 140))
+CHAIN = Chain(B=1, T=150, H=2, HV=4, K=16, V=32, dtype=torch.float16, cu=(5, 70, 70, 140), segment=1)
 
 
 def tensors():
@@ -98,6 +98,11 @@ def run_all(chain: Chain) -> None:
     harness.run_wy(chain, x.q, x.v, gates)
     harness.run_wy_recompute(chain, x.q, x.v, gates, x.A, x.h, x.state)
     harness.run_fwd_scan(chain, x.q, gates, x.tk, x.tv, x.state, v_first=True)
+    bound, seams = torch.zeros(chain.HV, len(chain.chunks)), len(chain.seams)
+    harness.run_fwd_prescan(chain, x.q, gates, x.tk, x.tv, bound)
+    harness.run_adjoint_prescan(chain, x.q, x.q, x.v, gates, x.tk, x.tv, bound, 0.5)
+    states, parts = torch.zeros(seams, chain.HV, chain.K, chain.V), torch.zeros(seams, chain.HV, 2, chain.K, chain.K)
+    harness.run_stitch(chain, states, parts.bfloat16(), torch.zeros(seams, chain.HV).byte(), x.state, True)
     harness.run_output(chain, x.q, x.q, gates, x.tv, x.h, 0.5, x.state)
     harness.run_dv_local(chain, x.q, x.q, x.v, gates, 0.5)
     harness.run_adjoint_scan(chain, x.q, x.q, x.v, gates, x.tk, x.tv, 0.5, x.state)
@@ -132,6 +137,12 @@ def test_values_of_a_slice(module):
     assert p.max_chunks == 4 + 1 + 3 and list(chunks[:8:2]) == [5, 69, 70, 134]
     assert [n & 0xFFFFFFFF for n in chunks[1::2]] == [0, 0, 2, 2] + [0xFFFFFFFF] * 4
     assert [n >> 32 for n in chunks[1:8:2]] == [64, 1, 64, 6]
+    p = recorder.calls["stitch"]
+    segments = (ctypes.c_int64 * (2 * p.max_segments)).from_address(p.segments)
+    assert p.max_segments == 3 + 149 // 64 + 3 and list(segments[:10:2]) == [0, 1, 2, 2, 3]
+    assert [n & 0xFFFFFFFF for n in segments[1::2]] == [0, 0, 1, 2, 2] + [0xFFFFFFFF] * 3
+    assert [n >> 32 for n in segments[1:10:2]] == [1, 1, 0, 1, 1]
+    assert chain.seams == [(0, 1), (3, 4)] and chain.max_seams == 5
     first = recorder.calls["fwd_scan"]
     assert (first.final_state_k, first.final_state_v, first.initial_state_k, first.initial_state_v) == (1, 16, 32, 1)
     last = recorder.calls["finalize"]

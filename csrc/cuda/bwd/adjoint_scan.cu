@@ -5,7 +5,10 @@
 //     dh <- e_last dh + sum_i q_i (scale e_i do_i)^T - sum_j w_j du_j^T
 //                                               e_i = exp(g_i), 0 if a reset lies at or before i
 //
-// Tile map. As fwd_scan: one block a (sequence, value head, BV columns of V), BV / 16 computing warps that hold dh^T
+// A sequence's last segment starts from dht, an earlier one from the gradient at the seam after it (stitch); the first one
+// writes dh0.
+//
+// Tile map. As fwd_scan: one block a (segment, value head, BV columns of V), BV / 16 computing warps that hold dh^T
 // [16 columns, 128] each in fp32 registers and never talk to one another (tile/state.cuh):
 //     (k dh)^T [16, 64]  = E(dh^T) k^T                left operand: the state, packed in registers; right: k's tile
 //     dh^T [16, 128]    += E(scale e do)^T q          left operand: do, scaled on the way into registers
@@ -22,7 +25,8 @@
 // the w part, tokens ascending. Negation is exact.
 #include "cuda/chain.hpp"
 #include "cuda/programs.hpp"
-#include "cuda/tile/state.cuh"
+#include "cuda/tile/adjoint_step.cuh"
+#include "cuda/tile/segment.cuh"
 
 namespace cake_gdn::cuda {
 
@@ -31,16 +35,8 @@ namespace {
 constexpr int kStages = 3;
 
 template <int BV>
-struct Stage {
-    alignas(128) char q[Tile<kStateRows>::bytes(C)], k[Tile<kStateRows>::bytes(C)], w[Tile<kStateRows>::bytes(C)];
-    alignas(128) char d_o[Tile<BV>::bytes(C)], dv[Tile<BV>::bytes(C)];
-    float to_end[C], from_start[C];  // the latter times scale
-    float keep;
-};
-
-template <int BV>
 struct Smem {
-    Stage<BV> stages[kStages];
+    AdjointStage<BV> stages[kStages];
     alignas(128) char dh[2][Tile<BV>::bytes(kStateRows)];
 };
 
@@ -49,86 +45,45 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
     adjoint_scan(const __grid_constant__ cake_gdn_adjoint_scan_params p) {
     extern __shared__ __align__(128) char memory[];
     Smem<BV> &smem = *reinterpret_cast<Smem<BV> *>(memory);
-    const int K = static_cast<int>(p.K), V = static_cast<int>(p.V), Kw = CAKE_GDN_WIDTH(K), Vw = CAKE_GDN_WIDTH(V);
-    const ScanBlock block = scan_block(p, BV);
-    const int v0 = block.column;
-    const int64_t n = block.sequence, head = block.head, hv = p.head_begin + head, hk = hv / (p.HV / p.H);
-    const ChunkRange range = sequence_range(p, n);
+    const int K = static_cast<int>(p.K), V = static_cast<int>(p.V), Vw = CAKE_GDN_WIDTH(V);
+    const ScanBlock block = scan_block(p, blocks_of(V, BV));
+    const Segment segment = block.segment;
+    if (segment.sequence < 0) return;
+    const int v0 = block.column_block * BV;
+    const int64_t head = block.head, hv = p.head_begin + head, hk = hv / (p.HV / p.H);
+    const ChunkRange range = chunk_range(p, segment.chunk, segment.chunk + segment.chunks);
     const auto chunk = [&](int64_t i) { return range.at(range.count - 1 - i); };  // of step i
 
     constexpr int kComputing = BV / kWarpColumns * 32;  // threads
     if (threadIdx.x < kComputing) {
         const int m0 = threadIdx.x / 32 * kWarpColumns;  // the warp's first column in the block
-        const StateView dht = CAKE_GDN_STATE_OF(p, dht), dh0 = CAKE_GDN_STATE_OF(p, dh0);
         State state;
-        load_state(state, dht, n, hv, K, V, v0 + m0);
+        load_start(state, p, CAKE_GDN_STATE_OF(p, dht), segment.last, segment, segment.seam_after(), head, v0 + m0);
         const auto compute = [&](int64_t i, int stage) {
-            const Stage<BV> &s = smem.stages[stage];
-            const Tile<kStateRows> q{ptx::shared_address(s.q)}, k{ptx::shared_address(s.k)},
-                w{ptx::shared_address(s.w)};
-            const Tile<BV> d_o{ptx::shared_address(s.d_o)}, dv{ptx::shared_address(s.dv)},
-                dh{ptx::shared_address(smem.dh[i % 2])};
-            uint32_t operand[8][4];
-            pack_operand<E, 8>(operand, state);
-            decay_state(state, s.keep);
+            const Tile<BV> dv{ptx::shared_address(smem.stages[stage].dv)}, dh{ptx::shared_address(smem.dh[i % 2])};
+            adjoint_step<E>(
+                state, smem.stages[stage], m0, true,
+                [&](const uint32_t (&operand)[8][4]) {
 #pragma unroll
-            for (int step = 0; step < 8; ++step) store_a_transposed(dh, operand[step], m0, 16 * step);
-            float kdh[8][4] = {};
-            warp_gemm_registers<E, false>(kdh, operand, k, 0);
-
-            uint32_t update[4][4];
-#pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                d_o.template load_a<true>(update[step], m0, 16 * step);
-                for_token_pairs<E>(update[step], step, [&](float2 x, int j, int) {
-                    const float2 e = *reinterpret_cast<const float2 *>(s.from_start + j);
-                    return ptx::pack<E>(masked(x.x, e.x), masked(x.y, e.y));
-                });
-            }
-            warp_gemm_registers<E, true>(state, update, q, 0);
-#pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                dv.template load_a<true>(update[step], m0, 16 * step);
-                for_token_pairs<E>(update[step], step, [&](float2 x, int j, int r) {
-                    const float2 d = *reinterpret_cast<const float2 *>(s.to_end + j);
-                    const float (&acc)[4] = kdh[2 * step + r / 2];
-                    return ptx::pack<E>(d.x == 0.0f ? x.x : fmaf(d.x, acc[r % 2 * 2], x.x),
-                                        d.y == 0.0f ? x.y : fmaf(d.y, acc[r % 2 * 2 + 1], x.y));
-                });
-                store_a_transposed(dv, update[step], m0, 16 * step);
-#pragma unroll
-                for (int r = 0; r < 4; ++r) update[step][r] ^= 0x80008000u;
-            }
-            warp_gemm_registers<E, true>(state, update, w, 0);
+                    for (int step = 0; step < 8; ++step) store_a_transposed(dh, operand[step], m0, 16 * step);
+                },
+                [&](const uint32_t (&du)[4], int step) { store_a_transposed(dv, du, m0, 16 * step); });
         };
         compute_steps<kStages, kScanThreads<BV>>(range.count, compute);
-        store_state(state, dh0, n, hv, K, V, v0 + m0);
+        if (segment.first) store_state(state, CAKE_GDN_STATE_OF(p, dh0), segment.sequence, hv, K, V, v0 + m0);
         return;
     }
     const int mover = static_cast<int>(threadIdx.x) - kComputing;
-    const Rows q_rows = CAKE_GDN_ROWS_OF(p, q), k_rows = CAKE_GDN_ROWS_OF(p, k), do_rows = CAKE_GDN_ROWS_OF(p, d_o);
+    const AdjointRows rows = CAKE_GDN_ADJOINT_ROWS_OF(p);
     TokenGates gates = {};  // of the chunk filled last
     const auto fill = [&](int64_t i, int stage) {
         if (i > 0 && i <= range.count) {
-            Stage<BV> &s = smem.stages[stage == 0 ? kStages - 1 : stage - 1];
-            s.to_end[mover] = gates.to_end(mover);
-            s.from_start[mover] = p.scale * gates.from_start();
-            if (mover == 0) s.keep = gates.keep();
+            publish_gates(smem.stages[stage == 0 ? kStages - 1 : stage - 1], gates, p.scale, mover);
         }
         if (i >= range.count) return;
         const Chunk c = chunk(i);
         gates = load_token_gates(p, c, hv, mover);
-        Stage<BV> &s = smem.stages[stage];
-        const auto wide = [&](char *tile, const E *from, int64_t stride) {
-            copy_columns(Tile<kStateRows>{ptx::shared_address(tile)}, from, stride, c.length, K, mover);
-        };
-        wide(s.k, rows_at<E>(k_rows, c, hk), k_rows.token);
-        wide(s.q, rows_at<E>(q_rows, c, hk), q_rows.token);
-        wide(s.w, slice_at(static_cast<const E *>(p.w), p, c, head, Kw), p.heads * Kw);
-        copy_columns(Tile<BV>{ptx::shared_address(s.d_o)}, rows_at<E>(do_rows, c, hv) + v0, do_rows.token,
-                     do_rows.data == nullptr ? 0 : c.length, V - v0, mover);
-        copy_columns(Tile<BV>{ptx::shared_address(s.dv)}, slice_at(static_cast<const E *>(p.dv), p, c, head, Vw) + v0,
-                     p.heads * Vw, c.length, V - v0, mover);
+        copy_adjoint_stage<E>(smem.stages[stage], p, rows, c, head, hv, hk, v0, true, mover);
     };
     const auto drain = [&](int64_t i, int stage) {
         const Chunk c = chunk(i);
@@ -145,13 +100,14 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1)
 
 template <int BV>
 void run(const cake_gdn_adjoint_scan_params &p, void *stream) {
-    run_blocks("adjoint_scan", p, scan_blocks(p, BV), sizeof(Smem<BV>), kScanThreads<BV>, stream,
+    run_blocks("adjoint_scan", p, segment_blocks(p, blocks_of(p.V, BV)), sizeof(Smem<BV>), kScanThreads<BV>, stream,
                adjoint_scan<ptx::bf16, BV>, adjoint_scan<ptx::fp16, BV>);
 }
 
 }  // namespace
 
 void run_adjoint_scan(const cake_gdn_adjoint_scan_params &p, void *stream) {
+    check_segments("adjoint_scan", p);
     scan_columns(p, traits(p.device).multiprocessors) == 32 ? run<32>(p, stream) : run<64>(p, stream);
 }
 

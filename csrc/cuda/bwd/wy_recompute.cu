@@ -31,6 +31,7 @@ constexpr int kThreads = 128;
 struct Smem {
     alignas(128) char k[Tile<kD>::bytes(C)], v[Tile<kD>::bytes(C)], a[Tile<C>::bytes(C)];
     float cum[C], step[C], weight[C];  // weight: beta e
+    float growth[4];                   // each warp's tokens' (warp_growth)
     uint8_t reset[C];
     alignas(128) char h[Tile<kD>::bytes(kD)];  // last: absent without h
 };
@@ -68,6 +69,14 @@ __global__ void __launch_bounds__(kThreads, 3) wy_recompute(const __grid_constan
     const int n0 = 32 * warp_index();
     ptx::wait_copies<1>();
     __syncthreads();
+    if (p.bound != nullptr) {
+        s.growth[warp_index()] = warp_growth<E>(k, s.step);
+        __syncthreads();  // before a warp writes over its columns of k
+        if (threadIdx.x == 0) {
+            p.bound[head * p.max_chunks + blockIdx.x / static_cast<uint32_t>(p.heads)] =
+                chunk_bound(gates, s.growth, c.length);
+        }
+    }
     apply_lower<E>(a, k, n0, s.weight);
     apply_lower<E>(a, v, n0, s.step);
     ptx::wait_copies<0>();

@@ -1,9 +1,12 @@
-// fwd_scan: the state through the chunks of a sequence, and the corrected values.
+// fwd_scan: the state through the chunks of a segment, and the corrected values.
 //
 //     v_new_j = u_j - w_j h          d_j = exp(g_last - g_j), 0 if a reset lies after j
 //     h <- e_last h + sum_j k_j (d_j v_new_j)^T      e_last = exp(g_last), 0 if the chunk has a reset
 //
-// Tile map. One block a (sequence, value head, BV columns of V), walking over the sequence's chunks; blocks of one head
+// A sequence's first segment starts from the initial state, a later one from the state at the seam before it (stitch);
+// the last one writes the final state. The state at a seam enters exactly as an initial state does.
+//
+// Tile map. One block a (segment, value head, BV columns of V), walking over the segment's chunks; blocks of one head
 // next to each other, so that w and k come from L2. BV / 16 warps compute. Each holds h^T [16 columns, 128] in fp32
 // registers and never talks to another (tile/state.cuh): with everything transposed,
 //     (w h)^T [16, 64] = E(h^T) w^T        left operand: the state, packed in registers; right: w's tile
@@ -22,7 +25,8 @@
 // from what is stored. e_last h in fp32, then the update over tokens ascending into the same accumulators.
 #include "cuda/chain.hpp"
 #include "cuda/programs.hpp"
-#include "cuda/tile/state.cuh"
+#include "cuda/tile/fwd_step.cuh"
+#include "cuda/tile/segment.cuh"
 
 namespace cake_gdn::cuda {
 
@@ -32,15 +36,8 @@ template <int BV>
 constexpr int kStages = BV == 32 ? 4 : 3;
 
 template <int BV>
-struct Stage {
-    alignas(128) char w[Tile<kStateRows>::bytes(C)], k[Tile<kStateRows>::bytes(C)], u[Tile<BV>::bytes(C)];
-    float to_end[C];
-    float keep;
-};
-
-template <int BV>
 struct Smem {
-    Stage<BV> stages[kStages<BV>];
+    FwdStage<BV> stages[kStages<BV>];
     alignas(128) char h[2][Tile<BV>::bytes(kStateRows)];
 };
 
@@ -48,50 +45,34 @@ template <class E, int BV>
 __global__ void __launch_bounds__(kScanThreads<BV>, 1) fwd_scan(const __grid_constant__ cake_gdn_fwd_scan_params p) {
     extern __shared__ __align__(128) char memory[];
     Smem<BV> &smem = *reinterpret_cast<Smem<BV> *>(memory);
-    const int K = static_cast<int>(p.K), V = static_cast<int>(p.V), Kw = CAKE_GDN_WIDTH(K), Vw = CAKE_GDN_WIDTH(V);
-    const ScanBlock block = scan_block(p, BV);
-    const int v0 = block.column;
-    const int64_t n = block.sequence, head = block.head, hv = p.head_begin + head, hk = hv / (p.HV / p.H);
-    const ChunkRange range = sequence_range(p, n);
+    const int K = static_cast<int>(p.K), V = static_cast<int>(p.V), Vw = CAKE_GDN_WIDTH(V);
+    const ScanBlock block = scan_block(p, blocks_of(V, BV));
+    const Segment segment = block.segment;
+    if (segment.sequence < 0) return;
+    const int v0 = block.column_block * BV;
+    const int64_t head = block.head, hv = p.head_begin + head, hk = hv / (p.HV / p.H);
+    const ChunkRange range = chunk_range(p, segment.chunk, segment.chunk + segment.chunks);
 
     constexpr int kComputing = BV / kWarpColumns * 32;  // threads
     if (threadIdx.x < kComputing) {
         const int m0 = threadIdx.x / 32 * kWarpColumns;  // the warp's first column in the block
-        const StateView initial = CAKE_GDN_STATE_OF(p, initial_state), final = CAKE_GDN_STATE_OF(p, final_state);
         State state;
-        load_state(state, initial, n, hv, K, V, v0 + m0);
+        load_start(state, p, CAKE_GDN_STATE_OF(p, initial_state), segment.first, segment, segment.seam_before(), head,
+                   v0 + m0);
         const auto compute = [&](int64_t i, int stage) {
-            const Stage<BV> &s = smem.stages[stage];
-            const Tile<kStateRows> w{ptx::shared_address(s.w)}, k{ptx::shared_address(s.k)};
-            const Tile<BV> u{ptx::shared_address(s.u)}, h{ptx::shared_address(smem.h[i % 2])};
-            uint32_t operand[8][4];
-            pack_operand<E, 8>(operand, state);
-            decay_state(state, s.keep);
+            const Tile<BV> u{ptx::shared_address(smem.stages[stage].u)}, h{ptx::shared_address(smem.h[i % 2])};
+            fwd_step<E>(
+                state, smem.stages[stage], m0,
+                [&](const uint32_t (&operand)[8][4]) {
 #pragma unroll
-            for (int step = 0; step < 8; ++step) store_a_transposed(h, operand[step], m0, 16 * step);
-            float wh[8][4] = {};
-            warp_gemm_registers<E, false>(wh, operand, w, 0);
-            uint32_t update[4][4];
-#pragma unroll
-            for (int step = 0; step < 4; ++step) {
-                uint32_t v[4];
-                u.template load_a<true>(v, m0, 16 * step);
-                for_token_pairs<E>(v, step, [&](float2 x, int, int r) {
-                    const float (&acc)[4] = wh[2 * step + r / 2];
-                    return ptx::pack<E>(x.x - acc[r % 2 * 2], x.y - acc[r % 2 * 2 + 1]);
-                });
-                store_a_transposed(u, v, m0, 16 * step);
-#pragma unroll
-                for (int r = 0; r < 4; ++r) update[step][r] = v[r];
-                for_token_pairs<E>(update[step], step, [&](float2 x, int j, int) {
-                    const float2 d = *reinterpret_cast<const float2 *>(s.to_end + j);
-                    return ptx::pack<E>(masked(x.x, d.x), masked(x.y, d.y));
-                });
-            }
-            warp_gemm_registers<E, true>(state, update, k, 0);
+                    for (int step = 0; step < 8; ++step) store_a_transposed(h, operand[step], m0, 16 * step);
+                },
+                [&](const uint32_t (&v)[4], int step) { store_a_transposed(u, v, m0, 16 * step); });
         };
         compute_steps<kStages<BV>, kScanThreads<BV>>(range.count, compute);
-        store_state(state, final, n, hv, K, V, v0 + m0);
+        if (segment.last) {
+            store_state(state, CAKE_GDN_STATE_OF(p, final_state), segment.sequence, hv, K, V, v0 + m0);
+        }
         return;
     }
     const int mover = static_cast<int>(threadIdx.x) - kComputing;
@@ -99,20 +80,12 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1) fwd_scan(const __grid_con
     TokenGates gates = {};  // of the chunk filled last
     const auto fill = [&](int64_t i, int stage) {
         if (i > 0 && i <= range.count) {
-            Stage<BV> &s = smem.stages[stage == 0 ? kStages<BV> - 1 : stage - 1];
-            s.to_end[mover] = gates.to_end(mover);
-            if (mover == 0) s.keep = gates.keep();
+            publish_gates(smem.stages[stage == 0 ? kStages<BV> - 1 : stage - 1], gates, mover);
         }
         if (i >= range.count) return;
         const Chunk c = range.at(i);
         gates = load_token_gates(p, c, hv, mover);
-        Stage<BV> &s = smem.stages[stage];
-        copy_columns(Tile<kStateRows>{ptx::shared_address(s.w)}, slice_at(static_cast<const E *>(p.w), p, c, head, Kw),
-                     p.heads * Kw, c.length, K, mover);
-        copy_columns(Tile<kStateRows>{ptx::shared_address(s.k)}, rows_at<E>(k_rows, c, hk), k_rows.token, c.length, K,
-                     mover);
-        copy_columns(Tile<BV>{ptx::shared_address(s.u)}, slice_at(static_cast<const E *>(p.u), p, c, head, Vw) + v0,
-                     p.heads * Vw, c.length, V - v0, mover);
+        copy_fwd_stage<E>(smem.stages[stage], p, k_rows, c, head, hk, v0, true, mover);
     };
     const auto drain = [&](int64_t i, int stage) {
         const Chunk c = range.at(i);
@@ -128,7 +101,7 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1) fwd_scan(const __grid_con
 
     // Packing can leave the slot behind a sequence's last one without an owner (plan.hpp, state_slot): when the next
     // sequence starts in a later block of 64 tokens. It is cleared, so that every byte of h is defined.
-    if (range.count == 0) return;
+    if (range.count == 0 || !segment.last) return;
     const Chunk c = range.at(range.count - 1);
     const int64_t end = c.t + c.length;
     if (c.t / C < end / C && c.t / C < (p.T - 1) / C) {
@@ -139,13 +112,14 @@ __global__ void __launch_bounds__(kScanThreads<BV>, 1) fwd_scan(const __grid_con
 
 template <int BV>
 void run(const cake_gdn_fwd_scan_params &p, void *stream) {
-    run_blocks("fwd_scan", p, scan_blocks(p, BV), sizeof(Smem<BV>), kScanThreads<BV>, stream, fwd_scan<ptx::bf16, BV>,
-               fwd_scan<ptx::fp16, BV>);
+    run_blocks("fwd_scan", p, segment_blocks(p, blocks_of(p.V, BV)), sizeof(Smem<BV>), kScanThreads<BV>, stream,
+               fwd_scan<ptx::bf16, BV>, fwd_scan<ptx::fp16, BV>);
 }
 
 }  // namespace
 
 void run_fwd_scan(const cake_gdn_fwd_scan_params &p, void *stream) {
+    check_segments("fwd_scan", p);
     scan_columns(p, traits(p.device).multiprocessors) == 32 ? run<32>(p, stream) : run<64>(p, stream);
 }
 

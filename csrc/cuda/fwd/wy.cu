@@ -29,6 +29,7 @@ struct Smem {
     alignas(128) char k[Tile<kD>::bytes(C)], v[Tile<kD>::bytes(C)];
     alignas(128) char inverse[LowerBlocks::kBytes];  // then A
     float cum[C], step[C], weight[C];                // weight: beta e
+    float growth[4];                                 // each warp's tokens' (warp_growth)
     uint8_t reset[C];
 };
 static_assert(Tile<C>::bytes(C) <= LowerBlocks::kBytes, "A takes L's place");
@@ -79,10 +80,15 @@ __global__ void __launch_bounds__(kThreads, 5) wy(const __grid_constant__ cake_g
             }
         }
     }
+    if (p.bound != nullptr) s.growth[warp] = warp_growth<E>(k, s.step);
     __syncwarp();
     invert_diagonal(lower, warp);
     ptx::wait_copies<0>();
     __syncthreads();
+    if (p.bound != nullptr && threadIdx.x == 0) {
+        p.bound[head * p.max_chunks + blockIdx.x / static_cast<uint32_t>(p.heads)] =
+            chunk_bound(gates, s.growth, c.length);
+    }
     invert_columns<E>(lower, a, warp);
     __syncthreads();
 

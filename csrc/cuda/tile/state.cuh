@@ -18,20 +18,9 @@ constexpr int kStateRows = 128;   // padded K
 constexpr int kWarpColumns = 16;  // columns of the state that a warp holds
 constexpr int kMovers = 64;  // threads that move data: two warps behind the computing ones, thread = token for gates
 
-// Threads of a block, and blocks of a call: one a (sequence, value head, `columns` columns).
+// Threads of a block of `Columns` columns.
 template <int Columns>
 constexpr int kScanThreads = Columns / kWarpColumns * 32 + kMovers;
-
-template <class Params>
-int64_t scan_blocks(const Params &p, int columns) {
-    return p.N * p.heads * ((p.V + columns - 1) / columns);
-}
-
-// Columns of a block, 32 or 64. A function of shapes and the device; no bit of a result depends on it.
-template <class Params>
-int scan_columns(const Params &p, int multiprocessors) {
-    return scan_blocks(p, 32) <= multiprocessors || p.V <= 32 ? 32 : 64;
-}
 
 // ---- registers ----------------------------------------------------------------------------------------------------
 
@@ -92,15 +81,17 @@ __device__ __forceinline__ void store_state(State &state, const StateView &view,
     for_state(state, to, view, K, V - v0, [](float value, float *at) { *at = value; }, [](float) {});
 }
 
+__device__ __forceinline__ void clear(State &state) {
+#pragma unroll
+    for (int j = 0; j < kStateRows / 8; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state[j][i] = 0.0f;
+    }
+}
+
 // State <- factor * state; a zero factor (after a reset) clears it whatever it holds. The test is uniform and rare.
 __device__ __forceinline__ void decay_state(State &state, float factor) {
-    if (factor == 0.0f) {
-#pragma unroll
-        for (int j = 0; j < kStateRows / 8; ++j) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) state[j][i] = 0.0f;
-        }
-    }
+    if (factor == 0.0f) clear(state);
 #pragma unroll
     for (int j = 0; j < kStateRows / 8; ++j) {
 #pragma unroll
@@ -157,28 +148,6 @@ __device__ __forceinline__ ChunkRange chunk_range(const Params &p, int64_t first
         range.ends = tail.last;
     }
     return range;
-}
-
-// What a block of a scan works on, by its index: a head's blocks of columns are neighbours, then heads, then sequences.
-struct ScanBlock {
-    int64_t sequence;
-    int head;    // of the slice
-    int column;  // its first
-};
-
-template <class Params>
-__device__ __forceinline__ ScanBlock scan_block(const Params &p, int columns) {
-    const uint32_t blocks = (static_cast<uint32_t>(p.V) + columns - 1) / columns,
-                   heads = static_cast<uint32_t>(p.heads);
-    const uint32_t unit = blockIdx.x / blocks;
-    return {unit / heads, static_cast<int>(unit % heads), static_cast<int>(blockIdx.x % blocks) * columns};
-}
-
-// All chunks of a sequence; none for an empty one.
-template <class Params>
-__device__ __forceinline__ ChunkRange sequence_range(const Params &p, int64_t n) {
-    if (p.max_chunks == 0) return {};
-    return chunk_range(p, p.sequence_chunk[n], p.sequence_chunk[n + 1]);
 }
 
 // A chunk's gates on their way from global memory: what mover `token` needs for its token's factors. The formulas are

@@ -65,4 +65,32 @@ __device__ __forceinline__ void apply_lower(Tile<C> a, Tile<kD> x, int n0, const
     __syncwarp();
 }
 
+// The log of the most by which the chunk's tokens can lengthen a state: the sum of log max(1, |1 - step |k|^2|), since a
+// token turns a state into exp(g) (I - step k k^T) of it. Of the warp's 16 tokens, the same in all lanes; two lanes a
+// token. `k` [64, 128] as it is multiplied, rows past the chunk's end zero like their `step`.
+template <class E>
+__device__ __forceinline__ float warp_growth(Tile<kD> k, const float *step) {
+    const int row = threadIdx.x / 2, half = threadIdx.x % 2;
+    float square = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint4 bits = ptx::load_shared_128(k.piece(row, 64 * half + 8 * i));
+        const float2 x[4] = {ptx::unpack<E>(bits.x), ptx::unpack<E>(bits.y), ptx::unpack<E>(bits.z),
+                             ptx::unpack<E>(bits.w)};
+#pragma unroll
+        for (int e = 0; e < 4; ++e) square = fmaf(x[e].y, x[e].y, fmaf(x[e].x, x[e].x, square));
+    }
+    square += __shfl_xor_sync(0xffffffffu, square, 1);
+    float growth = logf(fmaxf(1.0f, fabsf(fmaf(-step[row], square, 1.0f))));
+#pragma unroll
+    for (int delta = 2; delta < 32; delta *= 2) growth += __shfl_xor_sync(0xffffffffu, growth, delta);
+    return growth;
+}
+
+// The chunk's bound (stages.h: wy), of its warps' growths.
+__device__ __forceinline__ float chunk_bound(const Gates &gates, const float (&growth)[4], int length) {
+    const int last = length - 1;
+    return gates.reset[last] != 0 ? -INFINITY : gates.cum[last] + ((growth[0] + growth[1]) + (growth[2] + growth[3]));
+}
+
 }  // namespace cake_gdn::cuda

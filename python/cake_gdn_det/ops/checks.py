@@ -375,8 +375,8 @@ def _options() -> tuple[Rule, ...]:
         Rule(
             "plan",
             ValueError,
-            lambda x, c: x is None,
-            lambda x, c: f"is {x!r}, must be None: this build has no plan choices to pin ({BUILD})",
+            lambda x, c: x is None or c.q_place == "cuda",
+            lambda x, c: f"is {x!r}, must be None: with q on {c.q_device} there are no choices to pin, only on a GPU",
         ),
     )
 

@@ -50,14 +50,16 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         flags: int,
         output_final_state: bool,
         save: bool,
+        plan: str | None,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-        results = call_forward(*inputs, scale, flags, output_final_state, save)
+        results = call_forward(*inputs, scale, flags, output_final_state, save, plan)
         o, final_state, h, A = named(results, output_final_state, save)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, h, A)
         ctx.scale = scale
         ctx.flags = flags
+        ctx.plan = plan
         return o, final_state
 
     @staticmethod
@@ -65,9 +67,9 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         needs = ctx.needs_input_grad[: len(INPUTS)]
         # A compiled graph needs no _Once: what runs it refuses double backward by itself.
         call = _Once.apply if torch.is_grad_enabled() and not torch.compiler.is_compiling() else call_backward
-        gradients = call(d_o, dht, *ctx.saved_tensors, ctx.scale, ctx.flags, needs)
+        gradients = call(d_o, dht, *ctx.saved_tensors, ctx.scale, ctx.flags, needs, ctx.plan)
         wanted = iter(gradients)
-        return (*[next(wanted) if need else None for need in needs], None, None, None, None, None, None)
+        return (*[next(wanted) if need else None for need in needs], *[None] * 7)
 
 
 def chunk_gated_delta_rule(
@@ -139,12 +141,14 @@ def chunk_gated_delta_rule(
         dt_bias: [HV], any of the four dtypes; optional with `use_gate_in_kernel`, refused without.
         chunk_size: 16, 32 or 64, accepted for compatibility: the internal tile does not depend on it.
         backend: "auto" (where the tensors are), "cpu" or "cuda"; must agree with the tensors' device.
-        batch_invariant: A sequence's bits depend on that sequence alone, however it is batched or packed. Always so
-            in this version.
+        batch_invariant: A sequence's bits depend on that sequence alone, however it is batched or packed. Always so on
+            the CPU. On a GPU long sequences are otherwise cut into segments of a length that depends on the batch.
         save_state: Keep the chunk states, [B * ((T - 1) // 64), HV, K, V], for the backward (True), recompute them
             there (False), or let the backend decide (None: they are kept). In fp32 (fp64 for fp64 inputs) on the CPU,
             in q's dtype on a GPU. They are kept only while a gradient is needed. The bits are the same.
-        plan: A string that pins the choices of a plan. No backend of this version has any: must be None.
+        plan: A string that pins choices of the GPU's planner, None: it chooses by shapes and device. "segment=32": long
+            sequences are cut into segments of 32 chunks of 64 tokens, which are scanned at once; "segment=whole": they
+            are not cut. The CPU has no choices: must be None there.
 
     Returns:
         o: [B, T, HV, V], contiguous, dtype of q.
@@ -215,6 +219,7 @@ def chunk_gated_delta_rule(
         flags,
         output_final_state,
         tracked and save_state is not False,
+        plan,
     )
     return result
 

@@ -27,12 +27,12 @@ _INPUT_SCHEMA = (
 _LIBRARY = torch.library.Library("cake_gdn_det", "DEF")
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _LIBRARY.define(
-    f"forward({_INPUT_SCHEMA}, float scale, int flags, bool output_final_state, bool save) -> Tensor[]",
+    f"forward({_INPUT_SCHEMA}, float scale, int flags, bool output_final_state, bool save, str? plan) -> Tensor[]",
     tags=_TAGS,
 )
 _LIBRARY.define(
-    f"backward(Tensor? d_o, Tensor? dht, {_INPUT_SCHEMA}, Tensor? h, Tensor? A, float scale, int flags, bool[] needs) "
-    "-> Tensor[]",
+    f"backward(Tensor? d_o, Tensor? dht, {_INPUT_SCHEMA}, Tensor? h, Tensor? A, float scale, int flags, bool[] needs, "
+    "str? plan) -> Tensor[]",
     tags=_TAGS,
 )
 forward = torch.ops.cake_gdn_det.forward.default
@@ -93,6 +93,7 @@ def _forward_outputs(
     flags: int,
     output_final_state: bool,
     save: bool,
+    plan: str | None,
 ) -> list[Tensor]:
     B, T, HV, V = v.shape
     K = q.shape[3]
@@ -135,6 +136,7 @@ def _backward_outputs(
     scale: float,
     flags: int,
     needs: list[bool],
+    plan: str | None,
 ) -> list[Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in compress(inputs, needs)]
@@ -143,7 +145,7 @@ def _backward_outputs(
 # ---- implementations ----
 
 
-def _run(direction: int, scale: float, flags: int, tensors: tuple[Tensor | None, ...]) -> None:
+def _run(direction: int, scale: float, flags: int, plan: str | None, tensors: tuple[Tensor | None, ...]) -> None:
     """One call of the library, with its scratch; `tensors` are the tensor fields of _C.Problem, in order."""
     q, _, v, *_, cu_seqlens, _, _, _, h = tensors[:13]
     B, T, H, K = q.shape
@@ -153,7 +155,7 @@ def _run(direction: int, scale: float, flags: int, tensors: tuple[Tensor | None,
     on_gpu = q.is_cuda
     backend, device = (_C.CUDA, q.get_device()) if on_gpu else (_C.CPU, 0)
     problem = _C.Problem.of(
-        backend, device, torch.get_num_threads(), flags, scale, B, T, H, HV, K, V, N, slots, *tensors
+        backend, device, torch.get_num_threads(), flags, scale, B, T, H, HV, K, V, N, slots, plan, *tensors
     )
     size = _C.workspace_size(problem, direction)
     scratch = q.new_empty(size, dtype=torch.uint8)
@@ -206,14 +208,19 @@ def _forward(
     flags: int,
     output_final_state: bool,
     save: bool,
+    plan: str | None,
 ) -> list[Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     _refuse_tracked(*inputs)
-    outputs = _forward_outputs(*inputs, cu_seqlens, cu_seqlens_cpu, scale, flags, output_final_state, save)
+    outputs = _forward_outputs(*inputs, cu_seqlens, cu_seqlens_cpu, scale, flags, output_final_state, save, plan)
     o, final_state, h, A = named(outputs, output_final_state, save)
     cu_seqlens, cu_seqlens_host = _offsets(cu_seqlens, cu_seqlens_cpu, q)
     _run(
-        _C.FORWARD, scale, flags, (*inputs, cu_seqlens, cu_seqlens_host, o, final_state, h, A, None, None, *[None] * 8)
+        _C.FORWARD,
+        scale,
+        flags,
+        plan,
+        (*inputs, cu_seqlens, cu_seqlens_host, o, final_state, h, A, None, None, *[None] * 8),
     )
     return outputs
 
@@ -236,10 +243,11 @@ def _backward(
     scale: float,
     flags: int,
     needs: list[bool],
+    plan: str | None,
 ) -> list[Tensor]:
     inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state)
     _refuse_tracked(*inputs, d_o, dht)
-    gradients = _backward_outputs(d_o, dht, *inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, needs)
+    gradients = _backward_outputs(d_o, dht, *inputs, cu_seqlens, cu_seqlens_cpu, h, A, scale, flags, needs, plan)
     wanted = iter(gradients)
     results = [next(wanted) if need else None for need in needs]
     # The library writes dh0 in the dtype of its states; the caller's initial_state may have another one.
@@ -247,7 +255,7 @@ def _backward(
     if dh0 is not None:
         results[-1] = dh0.to(_wide(q.dtype))
     cu_seqlens, cu_seqlens_host = _offsets(cu_seqlens, cu_seqlens_cpu, q)
-    _run(_C.BACKWARD, scale, flags, (*inputs, cu_seqlens, cu_seqlens_host, None, None, h, A, d_o, dht, *results))
+    _run(_C.BACKWARD, scale, flags, plan, (*inputs, cu_seqlens, cu_seqlens_host, None, None, h, A, d_o, dht, *results))
     if dh0 is not None and results[-1] is not dh0:
         dh0.copy_(results[-1])
     return gradients
