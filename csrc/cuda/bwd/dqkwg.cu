@@ -52,23 +52,9 @@ __device__ __forceinline__ float state_product(const cake_gdn_dqkwg_params &p, c
 #pragma unroll 2
     for (int row = threadIdx.x / (kD / 8); row < K; row += kThreads / (kD / 8)) {
         const uint4 b = ptx::load_shared_128(dh.piece(row, column));
-        uint4 a;
-        if (saved != nullptr) {
-            a = __ldg(reinterpret_cast<const uint4 *>(saved + row * Vw + column));
-        } else {
-            const int64_t at = n * user.sequence + hv * user.head + row * user.k + column * user.v;
-            const auto pair = [&](int e) {
-                return ptx::pack<E>(column + e < V ? state_value(user, at + e * user.v) : 0.0f,
-                                    column + e + 1 < V ? state_value(user, at + (e + 1) * user.v) : 0.0f);
-            };
-            a = make_uint4(pair(0), pair(2), pair(4), pair(6));
-        }
-        const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float2 x = ptx::unpack<E>(left[e]), y = ptx::unpack<E>(right[e]);
-            sum += x.x * y.x + x.y * y.y;
-        }
+        const uint4 a = saved != nullptr ? __ldg(reinterpret_cast<const uint4 *>(saved + row * Vw + column))
+                                         : user_state_piece<E>(user, n, hv, row, column, V);
+        add_products<E>(sum, a, b);
     }
     return sum;
 }
