@@ -134,6 +134,7 @@ def work_of_stages(B: int, T: int, H: int, HV: int) -> dict[str, tuple[int, int]
         "dqkwg": (2 * q + 3 * x + 2 * h + 3 * x, macs(3, 3)),
         "wy_backward": (q + 5 * x + A + 2 * x, macs(0, 3.5)),
         "finalize": (2 * x + 2 * q + 2 * q, 0),
+        "tail": (2 * q + 4 * x + A + 2 * h + 2 * q + x, macs(4, 5)),
         "gate_backward": (rows * HV * 33, 0),
     }
 
@@ -189,6 +190,7 @@ def stages(shape: tuple[int, ...]) -> str:
     work = work_of_stages(*shape)
     times = stage_times(lambda: step(ours, leaves, do), list(work))
     rows = []
+    work = {name: x for name, x in work.items() if times[name]}  # the plan's programs
     for name, (moved, macs) in work.items():
         floor = 1e3 * max(moved / BANDWIDTH, 2 * macs / RATE)
         rows.append([name, f"{times[name]:.3f}", f"{floor:.3f}", f"{floor / times[name]:.0%}", f"{moved / 1e9:.2f}"])

@@ -66,8 +66,9 @@ def test_beside_the_separate_stages(name, stage, dtype):
         right = want[output] if output in ("dq", "dk") else token_rows(stage, output, want[output])
         ours, theirs = (token_rows(stage, output, x[output])[live] - right[live] for x in (got, other))
         errors[output] = (ours.norm().item(), theirs.norm().item())
-    # dq of one value head is rounded as often; the sums of the gates are rounded elsewhere, but not less often.
-    slack = dict.fromkeys(errors, 1.3) | {"dq": 1.02, "dk": 1.02}
+    # dq of a single value head is rounded as often here as there. The gates' sums see dr rounded in place of dw: one
+    # sees less of it or the other, by their widths.
+    slack = {"dq": 1.02, "dk": 1.0, "dstep": 1.5, "dcum": 1.5}
     assert all(ours <= slack[output] * theirs for output, (ours, theirs) in errors.items()), errors
 
 
