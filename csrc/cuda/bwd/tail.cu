@@ -82,7 +82,7 @@ struct Part {
     static constexpr int kRowBytes = kD * 4;
     uint32_t base;  // a multiple of 256
 
-    __device__ __forceinline__ uint32_t offset(int row, int column) const {
+    __device__ static __forceinline__ uint32_t offset(int row, int column) {
         return row * kRowBytes + ((column / 4 ^ row % 4 * 2) << 4) + column % 4 * 4;
     }
     __device__ __forceinline__ void store(const float (&acc)[8][4], int row, int n0) const {
@@ -97,68 +97,92 @@ struct Part {
     }
 };
 
-// dq or dk of the key head in the rows of this block, every group-th from its rank on: the parts of the cluster's blocks
-// in head order, through the normalisation when rstd (of the chunk's first row) is given.
+// dq or dk of the chunk and the key head.
 template <class E>
-__device__ __forceinline__ void finish(Part part, Tile<kD> x, const float *rstd, int64_t rstd_stride, E *out,
-                                       int64_t row_stride, int64_t column_stride, int rows, int columns, int rank,
+struct Gradient {
+    Part part;
+    Tile<kD> x;
+    const float *rstd;  // of the chunk's first row; null: no normalisation
+    E *out;             // the chunk's first row; null: not wanted
+    int64_t row_stride, column_stride;
+
+    __device__ __forceinline__ void store(float4 d, float scale, int row, int columns) const {
+        const int column = threadIdx.x % 32 * 4;
+        if (rstd != nullptr) {
+            const uint32_t at = x.pair(row, column);
+            const float2 low = ptx::unpack<E>(ptx::load_shared_32(at)),
+                         high = ptx::unpack<E>(ptx::load_shared_32(at + 4));
+            float dot = fmaf(high.y, d.w, fmaf(high.x, d.z, fmaf(low.y, d.y, low.x * d.x)));
+#pragma unroll
+            for (int delta = 1; delta < 32; delta *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, delta);
+            d.x = scale * fmaf(-low.x, dot, d.x);
+            d.y = scale * fmaf(-low.y, dot, d.y);
+            d.z = scale * fmaf(-high.x, dot, d.z);
+            d.w = scale * fmaf(-high.y, dot, d.w);
+        }
+        const uint2 bits = {ptx::pack<E>(d.x, d.y), ptx::pack<E>(d.z, d.w)};
+        E *const to = out + row * row_stride + column * column_stride;
+        if (column_stride == 1 && row_stride % 4 == 0 && columns % 4 == 0 &&
+            reinterpret_cast<uintptr_t>(out) % 8 == 0) {
+            if (column < columns) *reinterpret_cast<uint2 *>(to) = bits;
+        } else {
+            const E *from = reinterpret_cast<const E *>(&bits);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+                if (column + e < columns) to[e * column_stride] = from[e];
+            }
+        }
+    }
+};
+
+// Both gradients in the rows of this block, every group-th from its rank on: the parts of the cluster's blocks in head
+// order, through the normalisation. A warp has up to four rows of each in flight.
+template <class E>
+__device__ __forceinline__ void finish(const Gradient<E> (&of)[2], int64_t rstd_stride, int rows, int columns, int rank,
                                        int group) {
     constexpr int kBatch = 4;
-    const int lane = threadIdx.x % 32, column = 4 * lane;
-    const bool wide =
-        column_stride == 1 && row_stride % 4 == 0 && columns % 4 == 0 && reinterpret_cast<uintptr_t>(out) % 8 == 0;
+    const int column = threadIdx.x % 32 * 4;
 #pragma unroll 1
     for (int first = rank + group * warp_index(); first < rows; first += group * kWarps * kBatch) {
-        float4 d[kBatch] = {};
-        float scale[kBatch] = {};
+        const auto row_of = [&](int i) { return first + group * kWarps * i; };
+        float4 d[2][kBatch] = {};
+        float scale[2][kBatch] = {};
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const int row = first + group * kWarps * i;
-            if (rstd != nullptr && row < rows) scale[i] = __ldg(rstd + row * rstd_stride);
+        for (int x = 0; x < 2; ++x) {
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                if (of[x].rstd != nullptr && row_of(i) < rows)
+                    scale[x][i] = __ldg(of[x].rstd + row_of(i) * rstd_stride);
+            }
         }
 #pragma unroll 1
         for (int member = 0; member < group; ++member) {
-            const uint32_t base = ptx::cluster_address(part.base, member);
-            float4 more[kBatch] = {};
+            float4 more[2][kBatch] = {};
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                const int row = first + group * kWarps * i;
-                if (row < rows) more[i] = ptx::load_cluster_128(base + part.offset(row, column));
+            for (int x = 0; x < 2; ++x) {
+                const uint32_t base = ptx::cluster_address(of[x].part.base, member);
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    if (row_of(i) < rows) more[x][i] = ptx::load_cluster_128(base + Part::offset(row_of(i), column));
+                }
             }
 #pragma unroll
-            for (int i = 0; i < kBatch; ++i) {
-                d[i].x += more[i].x;
-                d[i].y += more[i].y;
-                d[i].z += more[i].z;
-                d[i].w += more[i].w;
+            for (int x = 0; x < 2; ++x) {
+#pragma unroll
+                for (int i = 0; i < kBatch; ++i) {
+                    d[x][i].x += more[x][i].x;
+                    d[x][i].y += more[x][i].y;
+                    d[x][i].z += more[x][i].z;
+                    d[x][i].w += more[x][i].w;
+                }
             }
         }
 #pragma unroll
-        for (int i = 0; i < kBatch; ++i) {
-            const int row = first + group * kWarps * i;
-            if (row >= rows) break;
-            if (rstd != nullptr) {
-                const uint32_t at = x.pair(row, column);
-                const float2 x0 = ptx::unpack<E>(ptx::load_shared_32(at)),
-                             x1 = ptx::unpack<E>(ptx::load_shared_32(at + 4));
-                float dot = fmaf(x1.y, d[i].w, fmaf(x1.x, d[i].z, fmaf(x0.y, d[i].y, x0.x * d[i].x)));
+        for (int x = 0; x < 2; ++x) {
+            if (of[x].out == nullptr) continue;
 #pragma unroll
-                for (int delta = 1; delta < 32; delta *= 2) dot += __shfl_xor_sync(0xffffffffu, dot, delta);
-                d[i].x = scale[i] * fmaf(-x0.x, dot, d[i].x);
-                d[i].y = scale[i] * fmaf(-x0.y, dot, d[i].y);
-                d[i].z = scale[i] * fmaf(-x1.x, dot, d[i].z);
-                d[i].w = scale[i] * fmaf(-x1.y, dot, d[i].w);
-            }
-            const uint2 bits = {ptx::pack<E>(d[i].x, d[i].y), ptx::pack<E>(d[i].z, d[i].w)};
-            E *const to = out + row * row_stride + column * column_stride;
-            if (wide) {
-                if (column < columns) *reinterpret_cast<uint2 *>(to) = bits;
-            } else {
-                const E *from = reinterpret_cast<const E *>(&bits);
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    if (column + e < columns) to[e * column_stride] = from[e];
-                }
+            for (int i = 0; i < kBatch; ++i) {
+                if (row_of(i) < rows) of[x].store(d[x][i], scale[x][i], row_of(i), columns);
             }
         }
     }
@@ -398,18 +422,22 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
     ptx::arrive_cluster();
     ptx::wait_cluster();
 
-    const int group = static_cast<int>(p.HV / p.H), rank = s.heads.local % group, length = s.chunk.length;
-    if (p.dq != nullptr) {
-        E *const out =
-            static_cast<E *>(p.dq) + s.chunk.b * p.dq_batch + s.chunk.t * p.dq_token + s.heads.key * p.dq_head;
-        const float *const rstd = p.q_rstd == nullptr ? nullptr : p.q_rstd + s.chunk.row * p.H + s.heads.key;
-        finish(dq_part, q, rstd, p.H, out, p.dq_token, p.dq_column, length, K, rank, group);
-    }
-    if (p.dk != nullptr) {
-        E *const out =
-            static_cast<E *>(p.dk) + s.chunk.b * p.dk_batch + s.chunk.t * p.dk_token + s.heads.key * p.dk_head;
-        const float *const rstd = p.k_rstd == nullptr ? nullptr : p.k_rstd + s.chunk.row * p.H + s.heads.key;
-        finish(dk_part, k, rstd, p.H, out, p.dk_token, p.dk_column, length, K, rank, group);
+    const int length = s.chunk.length;
+    if (p.dq != nullptr || p.dk != nullptr) {
+        const int group = static_cast<int>(p.HV / p.H);
+        const auto gradient = [&](const Part &part, Tile<kD> x, const float *rstd, void *out, int64_t batch,
+                                  int64_t token, int64_t head, int64_t column) {
+            const int64_t first = s.chunk.b * batch + s.chunk.t * token + s.heads.key * head;
+            return Gradient<E>{part,
+                               x,
+                               rstd == nullptr ? nullptr : rstd + s.chunk.row * p.H + s.heads.key,
+                               out == nullptr ? nullptr : static_cast<E *>(out) + first,
+                               token,
+                               column};
+        };
+        finish<E>({gradient(dq_part, q, p.q_rstd, p.dq, p.dq_batch, p.dq_token, p.dq_head, p.dq_column),
+                   gradient(dk_part, k, p.k_rstd, p.dk, p.dk_batch, p.dk_token, p.dk_head, p.dk_column)},
+                  p.H, length, K, s.heads.local % group, group);
     }
     __syncwarp();
     ptx::arrive_cluster_relaxed();  // the other blocks' parts have been read
