@@ -36,7 +36,7 @@
 #include "cuda/programs.hpp"
 #include "cuda/ptx/cluster.cuh"
 #include "cuda/tile/pairs.cuh"
-#include "cuda/tile/transfer.cuh"
+#include "cuda/tile/pieces.cuh"
 #include "cuda/tile/wy.cuh"
 
 namespace cake_gdn::cuda {
@@ -309,38 +309,18 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
         column_sum = scatter_sums<16>(leaving);
     }
 
-    // With dh: dk's first part. h is on its way meanwhile, this thread's pieces as copy_rows would deal them.
-    const Walk<kThreads, kD> walk;
-    constexpr int kPieces = kD / Walk<kThreads, kD>::kDown;
-    uint4 h[kPieces];
-    {
-        const E *const from =
-            state_at(static_cast<const E *>(p.h), s.chunk.slot, p.h_heads, s.heads.value - p.h_begin, K, Vw);
-        const bool exists = !s.chunk.first && walk.column < V;
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-            const int at = walk.row + i * walk.kDown;
-            h[i] = make_uint4(0, 0, 0, 0);
-            if (exists && at < K) h[i] = __ldg(reinterpret_cast<const uint4 *>(from + at * Vw + walk.column));
-        }
-    }
+    // With dh: dk's first part, and <h, dh>. h is on its way meanwhile.
+    const StateView user = CAKE_GDN_STATE_OF(p, initial_state);
+    Pieces<kThreads> h;
+    h.load(state_at(static_cast<const E *>(p.h), s.chunk.slot, p.h_heads, s.heads.value - p.h_begin, K, Vw),
+           !s.chunk.first, K, V);
     ptx::wait_copies<0>();
     __syncthreads();
-    const auto piece = [&](int i) { return state.piece(walk.row + i * walk.kDown, walk.column); };
-    float through = 0.0f;  // <h, dh>
-    const StateView user = CAKE_GDN_STATE_OF(p, initial_state);
-    if (s.chunk.first && user.data != nullptr && walk.column < V) {
-#pragma unroll 1
-        for (int i = 0; i < kPieces && walk.row + i * walk.kDown < K; ++i) {
-            const int at = walk.row + i * walk.kDown;
-            const uint4 bits = user_state_piece<E>(user, s.chunk.sequence, s.heads.value, at, walk.column, V);
-            add_products<E>(through, bits, ptx::load_shared_128(piece(i)));
-        }
-    }
+    float through = 0.0f;
+    if (s.chunk.first) through = h.product<E>(user, s.chunk.sequence, s.heads.value, K, V, state);
     float entering[1][8][4] = {};
     warp_gemm<E, false, false, 1>(entering, v_new, m0, state, n0, 0, kD);
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) add_products<E>(through, h[i], ptx::load_shared_128(piece(i)));
+    through += h.product<E>(state);
 #pragma unroll
     for (int delta = 16; delta > 0; delta /= 2) through += __shfl_xor_sync(0xffffffffu, through, delta);
     if (lane == 0) s.through[warp] = through;
@@ -356,8 +336,7 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
     if (s.chunk.first) {
         load_user_state<E>(state, user, s.chunk.sequence, s.heads.value, K, V, 0, kThreads);
     } else {
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i) ptx::store_shared(piece(i), h[i]);
+        h.store(state);
     }
     float acc[2][8][4];  // dq, dk
 #pragma unroll
