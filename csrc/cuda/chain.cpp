@@ -12,6 +12,7 @@ namespace {
 // The kernels' row width and the plan's are one.
 static_assert(plan::row_width(1) == CAKE_GDN_WIDTH(1) && plan::row_width(60) == CAKE_GDN_WIDTH(60) &&
               plan::row_width(128) == CAKE_GDN_WIDTH(128));
+static_assert(plan::kTailGroup == CAKE_GDN_TAIL_GROUP);
 
 class Chain {
 public:
@@ -45,6 +46,10 @@ public:
             dv_local();
             if (cut()) adjoint_prescan(), stitch(true);
             adjoint_scan();
+            if (plan_.tail_fused) {
+                tail();
+                continue;
+            }
             const int64_t end = begin + scan_heads_;
             for (head_begin_ = begin; head_begin_ < end; head_begin_ += heads_) {
                 heads_ = std::min(plan_.tail_heads, end - head_begin_);
@@ -338,6 +343,28 @@ private:
         CAKE_GDN_SET_OUTPUT(s, dx, to);
         s.dx = static_cast<char *>(to.data) + 2 * first * to.stride[2];
         run_finalize(s, stream_);
+    }
+
+    void tail() const {
+        auto s = stage<cake_gdn_tail_params>();
+        s.scale = static_cast<float>(p_.scale);
+        CAKE_GDN_SET_ROWS(s, q);
+        CAKE_GDN_SET_ROWS(s, k);
+        CAKE_GDN_SET_ROWS(s, v);
+        CAKE_GDN_SET_ROWS(s, d_o);
+        set_gates(s);
+        CAKE_GDN_SET_STATE(s, initial_state, p_.initial_state);
+        CAKE_GDN_SET_STATE(s, dht, p_.dht);
+        s.step = as<const float>(plan_.step);
+        s.A = p_.h.data ? p_.A.data : at(plan_.A);
+        s.v_new = at(plan_.u), s.du = at(plan_.dv), s.dh = at(plan_.dh);
+        set_states(s);
+        s.q_rstd = as<const float>(plan_.q_rstd), s.k_rstd = as<const float>(plan_.k_rstd);
+        CAKE_GDN_SET_OUTPUT(s, dq, p_.dq);
+        CAKE_GDN_SET_OUTPUT(s, dk, p_.dk);
+        CAKE_GDN_SET_OUTPUT(s, dv, p_.dv);
+        s.dstep = as<float>(plan_.dstep), s.dcum = as<float>(plan_.dcum);
+        run_tail(s, stream_);
     }
 
     void gates_backward() {

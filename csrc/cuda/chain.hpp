@@ -37,24 +37,25 @@ void check_segments(const char *program, const Params &p) {
                 std::string(program) + ": tables of segments missing (" + chain_arguments(p) + ")");
 }
 
-// One block a unit of work; `blocks` = 0 launches nothing. The kernel for bf16 and the one for fp16.
+// One block a unit of work, in clusters of `cluster`; `blocks` = 0 launches nothing. The kernel for bf16 and the one for
+// fp16.
 template <class Params>
 void run_blocks(const char *program, const Params &p, int64_t blocks, size_t shared_memory, int threads, void *stream,
-                void (*bf16)(Params), void (*fp16)(Params)) {
+                void (*bf16)(Params), void (*fp16)(Params), int cluster = 1) {
     check_chain(program, p);
     const Traits &device = traits(p.device);
     require_code(program, device);
     if (blocks == 0) return;
     const DeviceGuard guard(p.device);
-    launch(Site{program, [&] { return chain_arguments(p); }}, device, {blocks, threads, shared_memory}, stream,
+    launch(Site{program, [&] { return chain_arguments(p); }}, device, {blocks, threads, shared_memory, cluster}, stream,
            p.dtype == CAKE_GDN_BF16 ? bf16 : fp16, Params(p));
 }
 
 // One block a (chunk, value head of the slice).
 template <class Params>
 void run_chunks(const char *program, const Params &p, size_t shared_memory, int threads, void *stream,
-                void (*bf16)(Params), void (*fp16)(Params)) {
-    run_blocks(program, p, p.max_chunks * p.heads, shared_memory, threads, stream, bf16, fp16);
+                void (*bf16)(Params), void (*fp16)(Params), int cluster = 1) {
+    run_blocks(program, p, p.max_chunks * p.heads, shared_memory, threads, stream, bf16, fp16, cluster);
 }
 
 }  // namespace cake_gdn::cuda

@@ -35,6 +35,7 @@ struct Shape {
     int64_t blocks;  // along x, the only grid dimension: y and z end at 65535
     int threads;     // of a block
     size_t shared_memory = 0;
+    int cluster = 1;  // blocks of a cluster, neighbours along x; divides `blocks`
 };
 
 // Launches kernel(arguments...) on `stream`, whose device is current.
@@ -44,7 +45,8 @@ void launch(const Site<Text> &site, const Traits &traits, const Shape &shape, vo
     const auto where = [&] {
         return std::string(site.program) + "(" + site.arguments() + "), grid " + std::to_string(shape.blocks) +
                ", block " + std::to_string(shape.threads) + ", shared memory " + std::to_string(shape.shared_memory) +
-               ", device " + std::to_string(traits.device);
+               (shape.cluster > 1 ? ", cluster " + std::to_string(shape.cluster) : "") + ", device " +
+               std::to_string(traits.device);
     };
     if (shape.blocks < 1 || shape.blocks > INT32_MAX || shape.shared_memory > traits.shared_memory) {
         throw Error(CAKE_GDN_INTERNAL_ERROR, "launch outside the device's limits: " + where());
@@ -56,10 +58,18 @@ void launch(const Site<Text> &site, const Traits &traits, const Shape &shape, vo
         if (result != cudaSuccess) check(result, "cudaFuncSetAttribute", where());
     }
     void *pointers[] = {&arguments...};
-    const cudaError_t result =
-        cudaLaunchKernel(entry, dim3(static_cast<unsigned>(shape.blocks)), dim3(static_cast<unsigned>(shape.threads)),
-                         pointers, shape.shared_memory, static_cast<cudaStream_t>(stream));
-    if (result != cudaSuccess) check(result, "cudaLaunchKernel", where());
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(shape.blocks));
+    config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+    config.dynamicSmemBytes = shape.shared_memory;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &cluster;
+    config.numAttrs = shape.cluster > 1 ? 1 : 0;
+    const cudaError_t result = cudaLaunchKernelExC(&config, entry, pointers);
+    if (result != cudaSuccess) check(result, "cudaLaunchKernelExC", where());
 }
 
 }  // namespace cake_gdn::cuda

@@ -336,6 +336,47 @@ typedef struct cake_gdn_segment {
     X(int64_t, dx_head)                                                                                                \
     X(int64_t, dx_column)
 
+/* tail: dqkwg, wy_backward and finalize in one, for slices of whole groups of at most CAKE_GDN_TAIL_GROUP value heads:
+ * the parts of dq and dk meet on the chip, and no dw is needed. */
+#define CAKE_GDN_TAIL_GROUP 8
+#define CAKE_GDN_TAIL_PARAMS(X)                                                                               \
+    CAKE_GDN_CHAIN(X)                                                                                         \
+    X(float, scale)                                                                                           \
+    CAKE_GDN_ROWS(X, q)                                                                                       \
+    CAKE_GDN_ROWS(X, k)                                                                                       \
+    CAKE_GDN_ROWS(X, v)                                                                                       \
+    CAKE_GDN_ROWS(X, d_o)                                                                                     \
+    CAKE_GDN_GATES(X)                                                                                         \
+    CAKE_GDN_STATE(X, initial_state)                                                                          \
+    CAKE_GDN_STATE(X, dht)                                                                                    \
+    X(const float *, step) /* [HV, B * T] */                                                                  \
+    X(const void *, A)     /* [B * T, HV, 64] */                                                              \
+    X(const void *, v_new) /* stored slice */                                                                 \
+    X(const void *, du)    /* stored slice */                                                                 \
+    X(const void *, h)                                                                                        \
+    X(int64_t, h_heads)                                                                                       \
+    X(int64_t, h_begin)                                                                                       \
+    X(const void *, dh)      /* [slots, stored_heads, K, W of V] */                                           \
+    X(const float *, q_rstd) /* [B * T, H], when q holds rows that pack normalised; NULL: no normalisation */ \
+    X(const float *, k_rstd) /* [B * T, H], as q_rstd */                                                      \
+    X(void *, dq)            /* out [B, T, H, K]; NULL: not wanted */                                         \
+    X(int64_t, dq_batch)                                                                                      \
+    X(int64_t, dq_token)                                                                                      \
+    X(int64_t, dq_head)                                                                                       \
+    X(int64_t, dq_column)                                                                                     \
+    X(void *, dk) /* out [B, T, H, K]; NULL: not wanted */                                                    \
+    X(int64_t, dk_batch)                                                                                      \
+    X(int64_t, dk_token)                                                                                      \
+    X(int64_t, dk_head)                                                                                       \
+    X(int64_t, dk_column)                                                                                     \
+    X(void *, dv) /* out [B, T, HV, V]; NULL: not wanted */                                                   \
+    X(int64_t, dv_batch)                                                                                      \
+    X(int64_t, dv_token)                                                                                      \
+    X(int64_t, dv_head)                                                                                       \
+    X(int64_t, dv_column)                                                                                     \
+    X(float *, dstep) /* out [HV, B * T]: gradient of the step size */                                        \
+    X(float *, dcum)  /* out [HV, B * T]: gradient of cum */
+
 /* gate_backward: dg from dcum by the reverse cumulative sum within the chunk, never across a reset, and the pullbacks of
  * the in-kernel gate and sigmoid; each chunk's sums for dA_log and ddt_bias. */
 #define CAKE_GDN_GATE_BACKWARD_PARAMS(X)                                \
@@ -384,6 +425,7 @@ typedef struct cake_gdn_segment {
     F(dqkwg, DQKWG, "DqkwgParams")                              \
     F(wy_backward, WY_BACKWARD, "WyBackwardParams")             \
     F(finalize, FINALIZE, "FinalizeParams")                     \
+    F(tail, TAIL, "TailParams")                                 \
     F(gate_backward, GATE_BACKWARD, "GateBackwardParams")       \
     F(gate_reduce, GATE_REDUCE, "GateReduceParams")
 

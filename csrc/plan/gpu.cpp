@@ -42,7 +42,9 @@ GpuPlan plan_gpu(const Shape &s, const Traits &traits, const Pins &pins) {
     const int64_t scan_head = product(rows, Kw + Vw) + seam_state + transition + (own_states ? state : 0) +
                               (s.backward ? product(rows, Vw) + state : 0);
     plan.scan_heads = s.saved_states ? s.HV : slice(s.HV, s.group(), scan_head, kScanSliceBytes);
-    plan.tail_heads = slice(plan.scan_heads, s.group(), product(3, rows, Kw), kTailSliceBytes);
+    plan.tail_fused = s.group() <= kTailGroup;
+    plan.tail_heads =
+        plan.tail_fused ? plan.scan_heads : slice(plan.scan_heads, s.group(), product(3, rows, Kw), kTailSliceBytes);
 
     Arena arena(kGpuAlignment);
     const auto place = [&](int64_t elements, int64_t bytes, int first, int last) {
@@ -88,6 +90,8 @@ GpuPlan plan_gpu(const Shape &s, const Traits &traits, const Pins &pins) {
     if (s.backward) {
         plan.dv = place(product(tokens, heads, Vw), kElement, kLocal, kFinalize);
         plan.dh = place(product(slots, heads, s.K, Vw), kElement, kScan, kFinalize);
+    }
+    if (s.backward && !plan.tail_fused) {
         plan.dq = place(product(tokens, tail, Kw), kElement, kKeys, kFinalize);
         plan.dk = place(product(tokens, tail, Kw), kElement, kKeys, kFinalize);
         plan.dw = place(product(tokens, tail, Kw), kElement, kKeys, kFinalize);

@@ -152,14 +152,18 @@ static inline int64_t table_segments(int64_t tokens, int64_t N, int64_t segment_
     return N + (tokens > 0 ? (tokens - 1) / kChunk / segment_chunks : 0);
 }
 
+// Largest value-head group of the fused tail: a cluster of as many blocks (CAKE_GDN_TAIL_GROUP of cuda/stages.h).
+inline constexpr int64_t kTailGroup = 8;
+
 struct GpuPlan {
     int64_t segment_chunks;  // chunks of a full segment of the tables
     int64_t max_chunks, max_segments;
     // Segments that the scans have to look at, and seams between segments of one sequence: what suffices for any offsets.
     int64_t scan_segments, seams;
     // Value heads of a slice, whole groups: those whose states and corrected values are held at a time, and of those the
-    // ones whose parts of dq and dk are (backward). The last slice may have fewer.
+    // ones whose parts of dq and dk are (backward; the fused tail has no parts). The last slice may have fewer.
     int64_t scan_heads, tail_heads;
+    bool tail_fused;  // one program from the scans to dq, dk and dv instead of dqkwg, wy_backward and finalize
     // Tables.
     Buffer offsets, sequence_chunk, sequence_segment, chunks, segments;
     // Per token and value head, of all heads; packed rows of all heads.
@@ -169,7 +173,7 @@ struct GpuPlan {
     // Of a scan slice, for the segments: [heads, max_chunks], and [seams, heads, ...] as in stages.h. One set for both
     // directions.
     Buffer bound, seam_states, transitions, forgotten;
-    // Of a tail slice.
+    // Of a tail slice, unless the tail is fused.
     Buffer dq, dk, dw;
     int64_t bytes;
 };

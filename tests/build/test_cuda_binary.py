@@ -44,11 +44,12 @@ BUDGETS = {
     "dqkwg": Budget(registers=128, shared=0),  # 256 threads, 2 blocks an SM
     "wy_backward": Budget(registers=168, shared=0),  # 128 threads, 3 blocks an SM
     "finalize": Budget(registers=64, shared=1024),
+    "tail": Budget(registers=128, shared=0),  # 256 threads, 2 blocks an SM
     "gate_backward": Budget(registers=64, shared=40960),
     "gate_reduce": Budget(registers=64, shared=8192),
 }
 # Programs whose products run on the tensor cores.
-TENSOR_CORE = {"wy", "fwd_scan", "output", "wy_recompute", "dv_local", "adjoint_scan", "dqkwg", "wy_backward"}
+TENSOR_CORE = {"wy", "fwd_scan", "output", "wy_recompute", "dv_local", "adjoint_scan", "dqkwg", "wy_backward", "tail"}
 TENSOR_CORE |= {"fwd_prescan", "stitch", "adjoint_prescan"}
 RESERVED_SHARED = 1024
 MAX_WHEEL_BYTES = 25 * 2**20

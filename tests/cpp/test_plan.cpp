@@ -407,7 +407,7 @@ std::vector<std::pair<const char *, Buffer>> gpu_buffers(const GpuPlan &p) {
 TEST_CASE("gpu plan: slices are whole groups that cover all heads, and bound the memory") {
     Random random(21);
     for (int round = 0; round < 300; ++round) {
-        const int64_t H = random.integer(1, 16), group = random.integer(1, 4), T = random.integer(0, 200000);
+        const int64_t H = random.integer(1, 16), group = random.integer(1, 12), T = random.integer(0, 200000);
         const Shape s = gpu_shape(random.integer(1, 4), T, H, H * group, random.integer(0, 1), random.integer(0, 1));
         const GpuPlan plan = plan_gpu(s, h200(), pinned(random.integer(0, 40)));
         CHECK(plan.scan_heads % group == 0);
@@ -417,6 +417,11 @@ TEST_CASE("gpu plan: slices are whole groups that cover all heads, and bound the
         CHECK(plan.tail_heads >= group);
         CHECK(plan.tail_heads <= plan.scan_heads);
         if (s.saved_states) CHECK(plan.scan_heads == s.HV);
+        CHECK(plan.tail_fused == (group <= kTailGroup));
+        if (plan.tail_fused) {
+            CHECK(plan.tail_heads == plan.scan_heads);
+            CHECK(plan.dq.bytes + plan.dk.bytes + plan.dw.bytes == 0);
+        }
     }
 }
 
@@ -424,7 +429,7 @@ TEST_CASE("gpu plan: what is alive together does not overlap") {
     // From dqkwg on, everything but w is alive at once: the tail slices read it again and again.
     Random random(22);
     for (int round = 0; round < 200; ++round) {
-        const int64_t H = random.integer(1, 8), group = random.integer(1, 4);
+        const int64_t H = random.integer(1, 8), group = random.integer(1, 12);
         Shape s = gpu_shape(random.integer(1, 3), random.integer(1, 5000), H, H * group, true, random.integer(0, 1));
         s.K = random.integer(1, 128), s.V = random.integer(1, 128);
         s.normalise = random.integer(0, 1), s.pack_qk = random.integer(0, 1);
@@ -463,7 +468,8 @@ TEST_CASE("gpu plan: what is alive together does not overlap") {
 }
 
 TEST_CASE("gpu plan: w makes room for what comes after the scans") {
-    const GpuPlan plan = plan_gpu(gpu_shape(1, 65536, 16, 32, true, true), h200());
+    const GpuPlan plan =
+        plan_gpu(gpu_shape(1, 65536, 2, 32, true, true), h200());  // groups too large for the fused tail
     int64_t sum = plan.w.bytes;
     for (const auto &buffer : gpu_buffers(plan)) sum += buffer.second.bytes;
     CHECK(plan.bytes < sum);

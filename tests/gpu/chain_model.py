@@ -156,21 +156,21 @@ def _chunk_backward(x, dS, E16):
     q, k, v, do, step, scale = (x[name] for name in ("q", "k", "v", "do", "step", "scale"))
     dh, du, before = retreat(x, dS, E16)
 
-    dw = E16(-du @ h.mT)
     inter, carry = scale * E[..., None] * (do @ h.mT), R[..., None] * (v_new @ dh.mT)
     Z = scale * (do @ v_new.mT) * G
-    dq, dk = E16(inter + E16(Z) @ k), E16(carry + E16(Z).mT @ q)
+    dq, dk = inter + E16(Z) @ k, carry + E16(Z).mT @ q
     P = (Z * x["qk"]).tril(-1)
     leaves = (carry * k).sum(-1)
     leaves[:, -1] = 0.0
     dcum = (inter * q).sum(-1) - leaves + P.sum(-1) - P.sum(-2)
     dcum[:, -1] += leaves.sum(-1) + D * (h * dh).sum((-1, -2))
 
-    dr, dkw = A.mT @ du, A.mT @ dw
+    dr = A.mT @ du
+    dkw = -E16(dr) @ h.mT
     X = -(E16(dr) @ v_new.mT).tril(-1) * G
     P, W = X * x["kk"], E16(step[..., None] * X)
     share = E * (dkw * k).sum(-1) + P.sum(-1)
-    dk = E16((step * E)[..., None] * dkw + W @ k + W.mT @ k + dk)
+    dk += (step * E)[..., None] * dkw + W @ k + W.mT @ k
     dcum += step * share - (step[..., None] * P).sum(-2)
     dstep = (dr * v).sum(-1) + share
 

@@ -714,6 +714,54 @@ def run_finalize(B, T, parts, group, x=None, rstd=None, heads=None, strides=None
     return dx
 
 
+def run_tail(
+    chain: Chain,
+    q,
+    k,
+    v,
+    d_o,
+    gates: Gates,
+    A,
+    v_new,
+    du,
+    h,
+    dh,
+    scale,
+    initial_state=None,
+    dht=None,
+    rstd=(None, None),
+    saved=False,
+    strides=(None, None, None),
+    wanted=("dq", "dk", "dv"),
+):
+    """A [B * T, HV, 64], v_new, du [B * T, HV, V], h, dh [slots, HV, K, V], rstd of q and k [B * T, H] when these are
+    normalised -> dq, dk [B, T, H, K], dv [B, T, HV, V] with these strides, None for what is not wanted, and dstep,
+    dcum [HV, B * T]."""
+    call = Launch("tail", chain, scale=scale)
+    for name, x in (("q", q), ("k", k), ("v", v), ("d_o", d_o)):
+        call.rows(name, x)
+    call.gates(gates, step=True)
+    call.state("initial_state", initial_state)
+    call.state("dht", dht)
+    call.input("A", place(A.to(chain.dtype)))
+    call.slice("v_new", v_new, stored=True)
+    call.slice("du", du, stored=True)
+    _h(call, h, saved)
+    call.states("dh", dh, chain.stored_span)
+    for name, x in zip(("q_rstd", "k_rstd"), rstd):
+        call.input(name, None if x is None else place(x))
+    group, span = chain.HV // chain.H, chain.span
+    keys = slice(span.start // group, span.stop // group)
+    out = {}
+    layouts = (("dq", chain.H, chain.K, keys), ("dk", chain.H, chain.K, keys), ("dv", chain.HV, chain.V, span))
+    for (name, heads, columns, mine), layout in zip(layouts, strides):
+        call.fields |= dict.fromkeys((name, *(f"{name}_{of}" for of in ("batch", "token", "head", "column"))), 0)
+        out[name] = call.output_rows(name, heads, columns, layout, mine) if name in wanted else None
+    dstep, dcum = call.output_scalars("dstep"), call.output_scalars("dcum")
+    call.run()
+    return out["dq"], out["dk"], out["dv"], dstep, dcum
+
+
 def run_gate_backward(
     chain: Chain,
     g,

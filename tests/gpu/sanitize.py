@@ -51,4 +51,6 @@ if __name__ == "__main__":
     step(1, 150, 1, 2, 128, 40, torch.bfloat16, offsets=[0, 64, 150, 150], with_state=False)
     step(1, 330, 1, 2, 128, 128, torch.bfloat16, plan="segment=2")
     step(1, 400, 1, 2, 60, 100, torch.float16, offsets=[0, 1, 1, 200, 400], save_state=False, plan="segment=1")
+    step(1, 70, 2, 6, 128, 128, torch.bfloat16, offsets=[0, 65, 70])
+    step(2, 66, 1, 9, 60, 72, torch.bfloat16)  # a group too large for the fused tail
     print("done")

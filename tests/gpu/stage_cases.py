@@ -57,6 +57,8 @@ CASES = {
     "packed, margins": Case(lengths=(0, 129, 0, 3, 65), H=1, HV=3, margin=5),
     "group of 3, 64": Case(T=130, H=2, HV=6, K=64, V=64),
     "group of 4, 60": Case(lengths=(100, 30), H=1, HV=4, K=60, V=60, margin=3),
+    "group of 4, 128": Case(B=2, T=100, H=2, HV=8, resets="borders"),
+    "group of 8, 40": Case(lengths=(70, 9), H=1, HV=8, K=40, V=24, resets="random"),
     "100": Case(B=2, T=80, H=1, HV=2, K=100, V=100),
     "16": Case(lengths=(64, 66, 0, 1), H=1, HV=2, K=16, V=16, resets="random"),
     "128 x 64": Case(T=100, H=1, HV=2, K=128, V=64),
@@ -162,6 +164,13 @@ class Problem:
         return self._alive(self.ideal["beta"].float().double())
 
     @cached_property
+    def rstd(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Factors [T, H] that the rows of q and k may have been normalised with; any will do."""
+        c = self.chain
+        rng = torch.Generator().manual_seed(zlib.crc32(self.name.encode()) + 1)
+        return tuple(self._alive(0.5 + torch.rand(c.tokens, c.H, generator=rng).double()) for _ in range(2))
+
+    @cached_property
     def state0(self):
         c = self.chain
         return torch.zeros(c.N, c.HV, c.K, c.V, dtype=torch.float64) if self.h0 is None else self.h0
@@ -245,6 +254,7 @@ def alone(packed: Problem, n: int) -> Problem:
     out.h0 = None if packed.h0 is None else packed.h0[n : n + 1]
     ours = [i for i, c in enumerate(packed.chunks) if c.sequence == n]
     values = (*"qkvgAwuh", "last", "beta", "do", "v_new", "dv_local", "dh", "dv_new", "dw")
+    out.rstd = tuple(x[rows] for x in packed.rstd)
     out.ideal = {x: packed.ideal[x][ours if x in ("h", "dh") else rows] for x in values}
     return out
 
@@ -316,6 +326,20 @@ def _wy_backward(p: Problem):
     return {"dk": dk + more, "dv": dv, "dstep": dstep.T, "dcum": dcum + part.T}
 
 
+def _tail(p: Problem, normalised: bool = False):
+    """dqkwg, wy_backward and finalize with nothing rounded between them."""
+    c = p.chain
+    A, v_new, h, dh, du = (p.rounded(name) for name in ("A", "v_new", "h", "dh", "dv_new"))
+    dq, dk, dw, dcum = stages.dqkwg(p.chunks, p.q, p.k, v_new, h, p.do, dh, du, p.cum, p.last, p.scale)
+    more, dv, dstep, part = stages.wy_backward(p.chunks, p.k, p.v, A, v_new, dw, du, p.cum, p.last, p.step)
+    out = {"dq": stages.group_sum(dq, c.H), "dk": stages.group_sum(dk + more, c.H)}
+    if normalised:
+        for name, y, rstd in zip(out, (p.inputs["q"], p.inputs["k"]), p.rstd):
+            y, d = y.flatten(0, 1), out[name]
+            out[name] = rstd[..., None] * (d - y * (y * d).sum(-1, keepdim=True))
+    return out | {"dv": dv, "dstep": dstep.T, "dcum": (dcum + part).T}
+
+
 _EXPECTED = {
     "wy": _wy,
     "wy_recompute": _wy_recompute,
@@ -325,6 +349,8 @@ _EXPECTED = {
     "adjoint_scan": _adjoint_scan,
     "dqkwg": _dqkwg,
     "wy_backward": _wy_backward,
+    "tail": _tail,
+    "tail of normalised rows": lambda p: _tail(p, normalised=True),
 }
 
 
@@ -383,6 +409,15 @@ def _run_wy_backward(p, c, strides=None):
     return dict(zip(("dk", "dv", "dstep", "dcum"), out))
 
 
+def _run_tail(p, c, normalised=False, saved=False, **options):
+    h, dh = p.at_slots(p.rounded("h")), p.at_slots(p.rounded("dh"), of_next=True)
+    A, v_new, du = (p.on_device(x) for x in ("A", "v_new", "dv_new"))
+    rstd = [x.float().to(harness.DEVICE) for x in p.rstd] if normalised else (None, None)
+    rows, states = (p.q4, p.k4, p.v4, p.do4), (p.state(p.h0), p.state(p.dht))
+    out = harness.run_tail(c, *rows, p.gates, A, v_new, du, h, dh, p.scale, *states, rstd, saved, **options)
+    return dict(zip(("dq", "dk", "dv", "dstep", "dcum"), out))
+
+
 _RUN = {
     "wy": _run_wy,
     "wy_recompute": _run_wy_recompute,
@@ -392,6 +427,8 @@ _RUN = {
     "adjoint_scan": _run_adjoint_scan,
     "dqkwg": _run_dqkwg,
     "wy_backward": _run_wy_backward,
+    "tail": _run_tail,
+    "tail of normalised rows": lambda p, c, **options: _run_tail(p, c, normalised=True, **options),
 }
 
 # Where the heads are in each output, and whether it holds the slice's heads only.
@@ -405,6 +442,8 @@ HEADS = {
 
 
 def heads_of(stage: str, name: str) -> tuple[int, bool]:
+    if stage.startswith("tail") and name in ("dq", "dk", "dv"):
+        return 2, False  # of dq and dk the key heads
     if name == "dv":
         return (2, False) if stage == "wy_backward" else (1, True)
     return HEADS[name]

@@ -109,6 +109,7 @@ def run_all(chain: Chain) -> None:
     harness.run_dqkwg(chain, x.q, x.q, x.v, gates, x.tv, x.tv, x.h, x.h, 0.5, x.state, x.state, saved=True)
     harness.run_wy_backward(chain, x.q, x.v, gates, x.A, x.tv, x.tk, x.tv, x.tk, x.scalars)
     harness.run_finalize(chain.B, chain.T, x.tk.half(), 2, x.tk[:, : chain.H].half(), one, heads=(1, 1))
+    harness.run_tail(chain, x.q, x.q, x.v, x.v, gates, x.A, x.tv, x.tv, x.h, x.h, 0.5, x.state, x.state, (one, one))
     more = (x.scalars, x.scalars, x.parameter, x.parameter, True, True)
     harness.run_gate_backward(chain, x.g, x.g, gates, *more)
     harness.run_gate_reduce(chain, torch.zeros(chain.max_chunks, chain.HV, 2))

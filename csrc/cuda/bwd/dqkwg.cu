@@ -21,8 +21,7 @@
 // a butterfly, then the eight warps ascending.
 #include "cuda/chain.hpp"
 #include "cuda/programs.hpp"
-#include "cuda/tile/chunk.cuh"
-#include "cuda/tile/transfer.cuh"
+#include "cuda/tile/pieces.cuh"
 
 namespace cake_gdn::cuda {
 
@@ -38,40 +37,6 @@ struct Smem {
     float through[8], leaving[2];
     uint8_t reset[C];
 };
-
-// This thread's share of <h, dh>: h once more from where it came, rounded to E as it was in shared memory, dh from there.
-template <class E>
-__device__ __forceinline__ float state_product(const cake_gdn_dqkwg_params &p, const E *saved, int n, int hv,
-                                               Tile<kD> dh) {
-    const int K = static_cast<int>(p.K), V = static_cast<int>(p.V), Vw = CAKE_GDN_WIDTH(V);
-    const int column = threadIdx.x % (kD / 8) * 8;
-    float sum = 0.0f;
-    if (column >= V) return sum;
-    const StateView user = CAKE_GDN_STATE_OF(p, initial_state);
-    if (saved == nullptr && user.data == nullptr) return sum;
-#pragma unroll 2
-    for (int row = threadIdx.x / (kD / 8); row < K; row += kThreads / (kD / 8)) {
-        const uint4 b = ptx::load_shared_128(dh.piece(row, column));
-        uint4 a;
-        if (saved != nullptr) {
-            a = __ldg(reinterpret_cast<const uint4 *>(saved + row * Vw + column));
-        } else {
-            const int64_t at = n * user.sequence + hv * user.head + row * user.k + column * user.v;
-            const auto pair = [&](int e) {
-                return ptx::pack<E>(column + e < V ? state_value(user, at + e * user.v) : 0.0f,
-                                    column + e + 1 < V ? state_value(user, at + (e + 1) * user.v) : 0.0f);
-            };
-            a = make_uint4(pair(0), pair(2), pair(4), pair(6));
-        }
-        const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            const float2 x = ptx::unpack<E>(left[e]), y = ptx::unpack<E>(right[e]);
-            sum += x.x * y.x + x.y * y.y;
-        }
-    }
-    return sum;
-}
 
 // Sum over the elements of row `row` that this warp's accumulators and the tile's same columns share, in `to[row]`.
 template <class E, int NT>
@@ -123,6 +88,9 @@ __global__ void __launch_bounds__(kThreads, 2) dqkwg(const __grid_constant__ cak
 
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp / 4;
     const int m0 = warp % 4 * 16, n0 = half * 64;
+    Pieces<kThreads> dh;  // on their way behind the products with h
+    dh.load(state_at(static_cast<const E *>(p.dh), next_slot(c), p.stored_heads, hv - p.stored_begin, K, Vw), !c.last,
+            K, V);
     ptx::wait_copies<1>();
     __syncthreads();
 
@@ -145,22 +113,20 @@ __global__ void __launch_bounds__(kThreads, 2) dqkwg(const __grid_constant__ cak
         a = masked(a, e) * p.scale;
         b = masked(b, e) * p.scale;
     });
+    float through = dh.product<E>(state);  // <h, dh>
+    const StateView dht = CAKE_GDN_STATE_OF(p, dht);
+    if (c.last) through = dh.product<E>(dht, c.sequence, hv, K, V, state);
     __syncthreads();  // h and du have been read, dw has left
 
     copy_rows<kThreads, C>(duq, rows_at<E>(q_rows, c, hk), q_rows.token, c.length, K);
-    if (c.last) {
-        load_user_state<E>(state, CAKE_GDN_STATE_OF(p, dht), c.sequence, hv, K, V, 0, kThreads);
-    } else {
-        copy_rows<kThreads, kD>(
-            state, state_at(static_cast<const E *>(p.dh), next_slot(c), p.stored_heads, hv - p.stored_begin, K, Vw), Vw,
-            K, V);
-    }
     ptx::commit_copies();
+    if (c.last) {
+        load_user_state<E>(state, dht, c.sequence, hv, K, V, 0, kThreads);
+    } else {
+        dh.store(state);
+    }
     ptx::wait_copies<0>();
     __syncthreads();
-    float through = state_product<E>(
-        p, c.first ? nullptr : state_at(static_cast<const E *>(p.h), c.slot, p.h_heads, hv - p.h_begin, K, Vw),
-        c.sequence, hv, state);
 #pragma unroll
     for (int delta = 16; delta > 0; delta /= 2) through += __shfl_xor_sync(0xffffffffu, through, delta);
     if (lane == 0) s.through[warp] = through;

@@ -25,6 +25,7 @@
 // warps ascending.
 #include "cuda/chain.hpp"
 #include "cuda/programs.hpp"
+#include "cuda/tile/pairs.cuh"
 #include "cuda/tile/transfer.cuh"
 #include "cuda/tile/wy.cuh"
 
@@ -54,33 +55,6 @@ __device__ __forceinline__ float sum_column_lanes(float value) {
     value += __shfl_xor_sync(0xffffffffu, value, 8);
     value += __shfl_xor_sync(0xffffffffu, value, 16);
     return value;
-}
-
-// One row of a tile where a lane's accumulators lie: accumulator t's pair in columns 8 t + 2 (lane % 4), + 1. Its
-// address is one xor away, since rows are 256 bytes and tiles aligned to as much: none is worth keeping in a register.
-struct PairRow {
-    uint32_t first;
-
-    __device__ __forceinline__ PairRow(Tile<kD> tile, int row) : first(tile.pair(row, 2 * (threadIdx.x % 4))) {}
-    // All loads before the first store: a store waits for the loads before it, and holds up those after it.
-    __device__ __forceinline__ void load(uint32_t (&bits)[16]) const {
-#pragma unroll
-        for (int t = 0; t < 16; ++t) bits[t] = ptx::load_shared_32(first ^ t << 4);
-    }
-    __device__ __forceinline__ void store(int t, uint32_t bits) const { ptx::store_shared(first ^ t << 4, bits); }
-};
-
-// Dot product of one of the lane's two accumulator rows with the same row of a tile, whose pairs are `bits`.
-template <class E>
-__device__ __forceinline__ float row_dot(const float (&acc)[16][4], int half, const uint32_t (&bits)[16]) {
-    float sum = 0.0f;
-#pragma unroll
-    for (int t = 0; t < 16; ++t) {
-        const float2 x = ptx::unpack<E>(bits[t]);
-        sum = fmaf(acc[t][2 * half], x.x, sum);
-        sum = fmaf(acc[t][2 * half + 1], x.y, sum);
-    }
-    return sum_row_lanes(sum);
 }
 
 template <class E>
@@ -131,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 3) wy_backward(const __grid_constant
                 uint32_t bits[16];
                 const PairRow pairs(v, row + 8 * half);
                 pairs.load(bits);
-                const float dot = row_dot<E>(dr[0], half, bits);
+                const float dot = sum_row_lanes(lane_dot<E>(dr[0], half, bits));
                 if (lane % 4 == 0) s.dstep[row + 8 * half] = dot;
 #pragma unroll
                 for (int t = 0; t < 16; ++t) {
@@ -202,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, 3) wy_backward(const __grid_constant
         const float start = gates.from_start(row + 8 * half), weight = masked(start, s.step[row + 8 * half]);
         uint32_t bits[16];
         PairRow(k, row + 8 * half).load(bits);
-        dots[half] = masked(row_dot<E>(acc[0], half, bits), start);
+        dots[half] = masked(sum_row_lanes(lane_dot<E>(acc[0], half, bits)), start);
 #pragma unroll
         for (int t = 0; t < 16; ++t) {
             acc[0][t][2 * half] = masked(acc[0][t][2 * half], weight);

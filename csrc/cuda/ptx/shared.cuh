@@ -13,6 +13,9 @@ __device__ __forceinline__ void store_shared(uint32_t address, const uint4 &bits
                  "r"(bits.w)
                  : "memory");
 }
+__device__ __forceinline__ void store_shared(uint32_t address, float2 x) {
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(x.x), "f"(x.y) : "memory");
+}
 __device__ __forceinline__ uint32_t load_shared_32(uint32_t address) {
     uint32_t bits;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(bits) : "r"(address) : "memory");

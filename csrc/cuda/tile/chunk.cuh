@@ -151,6 +151,29 @@ __device__ __forceinline__ float state_value(const StateView &s, int64_t offset)
     }
 }
 
+// Columns column..column + 7 of row `row` < K of a user's state that is not null, rounded to E; zero from V on.
+template <class E>
+__device__ __forceinline__ uint4 user_state_piece(const StateView &view, int64_t n, int64_t hv, int row, int column,
+                                                  int V) {
+    const int64_t at = n * view.sequence + hv * view.head + row * view.k + column * view.v;
+    const auto pair = [&](int e) {
+        return ptx::pack<E>(column + e < V ? state_value(view, at + e * view.v) : 0.0f,
+                            column + e + 1 < V ? state_value(view, at + (e + 1) * view.v) : 0.0f);
+    };
+    return make_uint4(pair(0), pair(2), pair(4), pair(6));
+}
+
+// sum += a.b of eight elements, in pairs ascending.
+template <class E>
+__device__ __forceinline__ void add_products(float &sum, const uint4 &a, const uint4 &b) {
+    const uint32_t left[4] = {a.x, a.y, a.z, a.w}, right[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+        const float2 x = ptx::unpack<E>(left[e]), y = ptx::unpack<E>(right[e]);
+        sum += x.x * y.x + x.y * y.y;
+    }
+}
+
 // Rows and columns of a user's state, rounded to E, into a tile of 128 rows x Width columns that starts at column
 // `v0`; zero outside K x V, and everywhere when the view is null. Synchronous; the caller places the barrier.
 template <class E, int Width>

@@ -61,16 +61,16 @@ struct Tile {
     }
 };
 
-// acc[i][j] += A(m0 + 16 i, ...) B(..., n0 + 8 j) over k in [k_begin, k_end), multiples of 16, ascending. NT is even. A
-// smaller Unroll holds fewer operands in registers.
-template <class E, bool TransposedA, bool TransposedB, int Unroll = 2, int MT, int NT, int WA, int WB>
+// acc[i][j] += A(m0 + Apart i, ...) B(..., n0 + 8 j) over k in [k_begin, k_end), multiples of 16, ascending. NT is even.
+// A smaller Unroll holds fewer operands in registers.
+template <class E, bool TransposedA, bool TransposedB, int Unroll = 2, int Apart = 16, int MT, int NT, int WA, int WB>
 __device__ __forceinline__ void warp_gemm(float (&acc)[MT][NT][4], Tile<WA> a, int m0, Tile<WB> b, int n0, int k_begin,
                                           int k_end) {
 #pragma unroll Unroll
     for (int k = k_begin; k < k_end; k += 16) {
         uint32_t ra[MT][4];
 #pragma unroll
-        for (int i = 0; i < MT; ++i) a.template load_a<TransposedA>(ra[i], m0 + 16 * i, k);
+        for (int i = 0; i < MT; ++i) a.template load_a<TransposedA>(ra[i], m0 + Apart * i, k);
 #pragma unroll
         for (int j = 0; j < NT; j += 2) {
             uint32_t rb[4];

@@ -52,27 +52,35 @@ __device__ __forceinline__ void store_tile(Tile<Width> tile, E *to, int64_t stri
     }
 }
 
-// Writes rows m0..m0 + 15 of a tile of 128 columns to global memory like store_rows (tile.cuh), but with all loads of a
-// lane under way at once where rows are whole aligned pieces. One warp, which alone wrote those rows of the tile.
-template <class E>
-__device__ __forceinline__ void store_own_rows(Tile<128> tile, int m0, E *out, int64_t row_stride,
+// Writes rows m0..m0 + 15, columns n0..n0 + N - 1 of a tile to global memory like store_part (tile.cuh), but with all
+// loads of a lane under way at once where rows are whole aligned pieces. One warp, which alone wrote that part.
+template <int N, class E>
+__device__ __forceinline__ void store_own_part(Tile<128> tile, int m0, int n0, E *out, int64_t row_stride,
                                                int64_t column_stride, int rows, int columns) {
     if (column_stride != 1 || row_stride % 8 != 0 || reinterpret_cast<uintptr_t>(out) % 16 != 0 || columns % 8 != 0) {
-        return store_rows(tile, m0, out, row_stride, column_stride, rows, columns);
+        return store_part<N>(tile, m0, n0, out, row_stride, column_stride, rows, columns);
     }
+    constexpr int kAcross = N / 8, kDown = 32 / kAcross;
     __syncwarp();
-    const int row = m0 + threadIdx.x % 32 / 16, column = threadIdx.x % 16 * 8;
-    uint4 bits[8];
+    const int row = m0 + threadIdx.x % 32 / kAcross, column = n0 + threadIdx.x % kAcross * 8;
+    uint4 bits[16 / kDown];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) bits[i] = ptx::load_shared_128(tile.piece(row + 2 * i, column));
+    for (int i = 0; i < 16 / kDown; ++i) bits[i] = ptx::load_shared_128(tile.piece(row + kDown * i, column));
     __syncwarp();
     if (column >= columns) return;
     out += row * row_stride + column;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        if (row + 2 * i < rows) __stcg(reinterpret_cast<uint4 *>(out), bits[i]);
-        out += 2 * row_stride;
+    for (int i = 0; i < 16 / kDown; ++i) {
+        if (row + kDown * i < rows) __stcg(reinterpret_cast<uint4 *>(out), bits[i]);
+        out += kDown * row_stride;
     }
+}
+
+// All columns of the tile.
+template <class E>
+__device__ __forceinline__ void store_own_rows(Tile<128> tile, int m0, E *out, int64_t row_stride,
+                                               int64_t column_stride, int rows, int columns) {
+    store_own_part<128>(tile, m0, 0, out, row_stride, column_stride, rows, columns);
 }
 
 }  // namespace cake_gdn::cuda
