@@ -49,6 +49,12 @@ bool in_place(const cake_gdn_tensor &t, int64_t B, int64_t T, int64_t heads, int
            aligned(1, T) && aligned(2, heads);
 }
 
+// A gradient that lies as the GPU chain's own buffers do: contiguous rows of whole 16-byte pieces.
+bool dense(const cake_gdn_tensor &t, int64_t T, int64_t heads, int64_t columns) {
+    return t.data != nullptr && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 && columns % 8 == 0 && t.stride[3] == 1 &&
+           t.stride[2] == columns && t.stride[1] == heads * columns && t.stride[0] == T * heads * columns;
+}
+
 plan::Shape shape_of(const cake_gdn_problem &p, cake_gdn_direction direction) {
     plan::Shape s{};
     s.B = p.B, s.T = p.T, s.H = p.H, s.HV = p.HV, s.K = p.K, s.V = p.V, s.N = p.N;
@@ -60,6 +66,11 @@ plan::Shape shape_of(const cake_gdn_problem &p, cake_gdn_direction direction) {
     s.pack_qk = !in_place(p.q, p.B, p.T, p.H, p.K) || !in_place(p.k, p.B, p.T, p.H, p.K);
     s.pack_v = !in_place(p.v, p.B, p.T, p.HV, p.V);
     s.pack_do = s.backward && (p.d_o.data == nullptr || !in_place(p.d_o, p.B, p.T, p.HV, p.V));
+    if (s.backward) {
+        s.dense_dq = dense(p.dq, p.T, p.H, p.K);
+        s.dense_dk = dense(p.dk, p.T, p.H, p.K);
+        s.dense_dv = dense(p.dv, p.T, p.HV, p.V);
+    }
     s.batch_invariant = p.flags & CAKE_GDN_BATCH_INVARIANT;
     return s;
 }

@@ -55,8 +55,8 @@ public:
                 heads_ = std::min(plan_.tail_heads, end - head_begin_);
                 dqkwg();
                 wy_backward();
-                finalize(p_.dq, at(plan_.dq), at(plan_.q), at(plan_.q_rstd));
-                finalize(p_.dk, at(plan_.dk), at(plan_.k), at(plan_.k_rstd));
+                finalize(p_.dq, at(plan_.dq), packed_q(), at(plan_.q_rstd));
+                finalize(p_.dk, at(plan_.dk), packed_k(), at(plan_.k_rstd));
             }
         }
         gates_backward();
@@ -91,16 +91,20 @@ private:
         return s;
     }
 
+    void *packed_q() const { return plan_.q_in_dq ? p_.dq.data : at(plan_.q); }
+    void *packed_k() const { return plan_.k_in_dk ? p_.dk.data : at(plan_.k); }
+    void *du() const { return plan_.du_in_dv ? p_.dv.data : at(plan_.dv); }
+
     // A tensor's rows where they are, or where pack left them.
-    RowView rows(const cake_gdn_tensor &t, const plan::Buffer &packed, int64_t heads, int64_t columns) const {
-        if (packed.bytes == 0) return {t.data, t.stride[0], t.stride[1], t.stride[2]};
+    RowView rows(const cake_gdn_tensor &t, void *packed, int64_t heads, int64_t columns) const {
+        if (packed == nullptr) return {t.data, t.stride[0], t.stride[1], t.stride[2]};
         const int64_t width = plan::row_width(columns);
-        return {at(packed), p_.T * heads * width, heads * width, width};
+        return {packed, p_.T * heads * width, heads * width, width};
     }
-    RowView q() const { return rows(p_.q, plan_.q, p_.H, p_.K); }
-    RowView k() const { return rows(p_.k, plan_.k, p_.H, p_.K); }
-    RowView v() const { return rows(p_.v, plan_.v, p_.HV, p_.V); }
-    RowView d_o() const { return rows(p_.d_o, plan_.d_o, p_.HV, p_.V); }
+    RowView q() const { return rows(p_.q, packed_q(), p_.H, p_.K); }
+    RowView k() const { return rows(p_.k, packed_k(), p_.H, p_.K); }
+    RowView v() const { return rows(p_.v, at(plan_.v), p_.HV, p_.V); }
+    RowView d_o() const { return rows(p_.d_o, at(plan_.d_o), p_.HV, p_.V); }
 
 #define CAKE_GDN_SET_ROWS(s, name) \
     (s.name = name().data, s.name##_batch = name().batch, s.name##_token = name().token, s.name##_head = name().head)
@@ -149,12 +153,12 @@ private:
         s.h_begin = saved ? 0 : scan_begin_;
     }
 
-    void pack(const cake_gdn_tensor &t, const plan::Buffer &to, const plan::Buffer &rstd, int64_t heads,
-              int64_t columns, bool normalise) const {
-        if (to.bytes == 0) return;
+    void pack(const cake_gdn_tensor &t, void *to, const plan::Buffer &rstd, int64_t heads, int64_t columns,
+              bool normalise) const {
+        if (to == nullptr) return;
         if (t.data == nullptr) {  // an absent gradient: zeros
-            check(cudaMemsetAsync(at(to), 0, static_cast<size_t>(to.bytes), static_cast<cudaStream_t>(stream_)),
-                  "cudaMemsetAsync");
+            const size_t bytes = 2 * static_cast<size_t>(tokens() * heads * plan::row_width(columns));
+            check(cudaMemsetAsync(to, 0, bytes, static_cast<cudaStream_t>(stream_)), "cudaMemsetAsync");
             return;
         }
         cake_gdn_pack_params s{};
@@ -162,7 +166,7 @@ private:
         s.B = p_.B, s.T = p_.T, s.heads = heads, s.columns = columns;
         s.x = t.data;
         s.x_batch = t.stride[0], s.x_token = t.stride[1], s.x_head = t.stride[2], s.x_column = t.stride[3];
-        s.out = at(to);
+        s.out = to;
         s.rstd = as<float>(rstd);
         run_pack(s, stream_);
     }
@@ -189,10 +193,10 @@ private:
         run_prep(s, stream_);
 
         const bool normalise = has(CAKE_GDN_QK_L2NORM);
-        pack(p_.q, plan_.q, plan_.q_rstd, p_.H, p_.K, normalise);
-        pack(p_.k, plan_.k, plan_.k_rstd, p_.H, p_.K, normalise);
-        pack(p_.v, plan_.v, {}, p_.HV, p_.V, false);
-        if (backward) pack(p_.d_o, plan_.d_o, {}, p_.HV, p_.V, false);
+        pack(p_.q, packed_q(), plan_.q_rstd, p_.H, p_.K, normalise);
+        pack(p_.k, packed_k(), plan_.k_rstd, p_.H, p_.K, normalise);
+        pack(p_.v, at(plan_.v), {}, p_.HV, p_.V, false);
+        if (backward) pack(p_.d_o, at(plan_.d_o), {}, p_.HV, p_.V, false);
     }
 
     void wy(void *A) const {
@@ -235,7 +239,7 @@ private:
         CAKE_GDN_SET_ROWS(s, k);
         CAKE_GDN_SET_ROWS(s, d_o);
         set_gates(s);
-        s.w = at(plan_.w), s.dv = at(plan_.dv);
+        s.w = at(plan_.w), s.dv = du();
         run_adjoint_prescan(s, stream_);
     }
 
@@ -280,7 +284,7 @@ private:
         CAKE_GDN_SET_ROWS(s, k);
         CAKE_GDN_SET_ROWS(s, d_o);
         set_gates(s);
-        s.dv = at(plan_.dv);
+        s.dv = du();
         run_dv_local(s, stream_);
     }
 
@@ -294,7 +298,7 @@ private:
         set_gates(s);
         CAKE_GDN_SET_STATE(s, dht, p_.dht);
         CAKE_GDN_SET_STATE(s, dh0, p_.dh0);
-        s.w = at(plan_.w), s.dv = at(plan_.dv), s.dh = at(plan_.dh);
+        s.w = at(plan_.w), s.dv = du(), s.dh = at(plan_.dh);
         run_adjoint_scan(s, stream_);
     }
 
@@ -307,7 +311,7 @@ private:
         set_gates(s);
         CAKE_GDN_SET_STATE(s, initial_state, p_.initial_state);
         CAKE_GDN_SET_STATE(s, dht, p_.dht);
-        s.v_new = at(plan_.u), s.du = at(plan_.dv), s.dh = at(plan_.dh);
+        s.v_new = at(plan_.u), s.du = du(), s.dh = at(plan_.dh);
         set_states(s);
         s.dq = at(plan_.dq), s.dk = at(plan_.dk), s.dw = at(plan_.dw);
         s.dcum = as<float>(plan_.dcum);
@@ -321,7 +325,7 @@ private:
         set_gates(s);
         s.step = as<const float>(plan_.step);
         s.A = p_.h.data ? p_.A.data : at(plan_.A);
-        s.v_new = at(plan_.u), s.dw = at(plan_.dw), s.du = at(plan_.dv), s.dk = at(plan_.dk);
+        s.v_new = at(plan_.u), s.dw = at(plan_.dw), s.du = du(), s.dk = at(plan_.dk);
         CAKE_GDN_SET_OUTPUT(s, dv, p_.dv);
         s.dstep = as<float>(plan_.dstep), s.dcum = as<float>(plan_.dcum);
         run_wy_backward(s, stream_);
@@ -357,7 +361,7 @@ private:
         CAKE_GDN_SET_STATE(s, dht, p_.dht);
         s.step = as<const float>(plan_.step);
         s.A = p_.h.data ? p_.A.data : at(plan_.A);
-        s.v_new = at(plan_.u), s.du = at(plan_.dv), s.dh = at(plan_.dh);
+        s.v_new = at(plan_.u), s.du = du(), s.dh = at(plan_.dh);
         set_states(s);
         s.q_rstd = as<const float>(plan_.q_rstd), s.k_rstd = as<const float>(plan_.k_rstd);
         CAKE_GDN_SET_OUTPUT(s, dq, p_.dq);

@@ -1,4 +1,6 @@
 // The GPU chain's plan: grids' bounds, slices of heads and the workspace, from shapes and the device.
+#include <string>
+
 #include "plan/plan.hpp"
 
 namespace cake_gdn::plan {
@@ -22,6 +24,16 @@ int64_t slice(int64_t heads, int64_t group, int64_t bytes_per_head, int64_t budg
     return ceil_div(groups, std::max<int64_t>(count, 1)) * group;
 }
 
+bool fuse_tail(const Shape &s, const Pins &pins) {
+    const bool possible = s.group() <= kTailGroup;
+    if (pins.tail == Pins::Tail::kFused && !possible) {
+        throw InvalidPlan("plan has \"tail=fused\", but a key head has " + std::to_string(s.group()) +
+                          " value heads; it must be at most " + std::to_string(kTailGroup) +
+                          " of them, or tail=separate");
+    }
+    return possible && pins.tail != Pins::Tail::kSeparate;
+}
+
 }  // namespace
 
 GpuPlan plan_gpu(const Shape &s, const Traits &traits, const Pins &pins) {
@@ -42,9 +54,14 @@ GpuPlan plan_gpu(const Shape &s, const Traits &traits, const Pins &pins) {
     const int64_t scan_head = product(rows, Kw + Vw) + seam_state + transition + (own_states ? state : 0) +
                               (s.backward ? product(rows, Vw) + state : 0);
     plan.scan_heads = s.saved_states ? s.HV : slice(s.HV, s.group(), scan_head, kScanSliceBytes);
-    plan.tail_fused = s.group() <= kTailGroup;
+    plan.tail_fused = fuse_tail(s, pins);
     plan.tail_heads =
         plan.tail_fused ? plan.scan_heads : slice(plan.scan_heads, s.group(), product(3, rows, Kw), kTailSliceBytes);
+
+    const bool pack_qk = s.normalise || s.pack_qk, lend = s.backward && plan.tail_fused;
+    plan.q_in_dq = pack_qk && lend && s.dense_dq;
+    plan.k_in_dk = pack_qk && lend && s.dense_dk;
+    plan.du_in_dv = lend && s.dense_dv && plan.scan_heads == s.HV;
 
     Arena arena(kGpuAlignment);
     const auto place = [&](int64_t elements, int64_t bytes, int first, int last) {
@@ -58,10 +75,8 @@ GpuPlan plan_gpu(const Shape &s, const Traits &traits, const Pins &pins) {
     plan.cum = place(product(s.HV, tokens), 4, kPrepare, kGates);
     plan.reset = place(product(s.HV, tokens), 1, kPrepare, kGates);
     plan.step = place(product(s.HV, tokens), 4, kPrepare, kGates);
-    if (s.normalise || s.pack_qk) {
-        plan.q = place(product(tokens, s.H, Kw), kElement, kPrepare, kFinalize);
-        plan.k = place(product(tokens, s.H, Kw), kElement, kPrepare, kFinalize);
-    }
+    if (pack_qk && !plan.q_in_dq) plan.q = place(product(tokens, s.H, Kw), kElement, kPrepare, kFinalize);
+    if (pack_qk && !plan.k_in_dk) plan.k = place(product(tokens, s.H, Kw), kElement, kPrepare, kFinalize);
     // The slices run the stages from kWy on again and again: what all of them read or write lives from the start, and
     // what a later tail slice reads lives to the last of its stages.
     if (s.pack_v) plan.v = place(product(tokens, s.HV, Vw), kElement, kPrepare, kFinalize);
@@ -88,7 +103,7 @@ GpuPlan plan_gpu(const Shape &s, const Traits &traits, const Pins &pins) {
         plan.forgotten = place(product(plan.seams, heads), 1, kWy, kScan);
     }
     if (s.backward) {
-        plan.dv = place(product(tokens, heads, Vw), kElement, kLocal, kFinalize);
+        if (!plan.du_in_dv) plan.dv = place(product(tokens, heads, Vw), kElement, kLocal, kFinalize);
         plan.dh = place(product(slots, heads, s.K, Vw), kElement, kScan, kFinalize);
     }
     if (s.backward && !plan.tail_fused) {

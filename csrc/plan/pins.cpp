@@ -24,6 +24,12 @@ int64_t segment_pin(std::string_view pin, std::string_view value) {
     return chunks;
 }
 
+Pins::Tail tail_pin(std::string_view pin, std::string_view value) {
+    if (value == "fused") return Pins::Tail::kFused;
+    if (value == "separate") return Pins::Tail::kSeparate;
+    reject(pin, "tail=fused or tail=separate");
+}
+
 }  // namespace
 
 Pins parse_pins(const char *text) {
@@ -35,9 +41,18 @@ Pins parse_pins(const char *text) {
         const std::string_view pin = rest.substr(0, comma);
         const size_t equals = pin.find('=');
         const std::string_view key = pin.substr(0, equals);
-        if (equals == pin.npos || key != "segment") reject(pin, "KEY=VALUE[,KEY=VALUE...], with the key segment");
-        if (pins.segment_chunks != 0) reject(pin, "given once for each key");
-        pins.segment_chunks = segment_pin(pin, pin.substr(equals + 1));
+        if (equals == pin.npos || (key != "segment" && key != "tail")) {
+            reject(pin, "KEY=VALUE[,KEY=VALUE...], with the keys segment and tail");
+        }
+        if (key == "segment" ? pins.segment_chunks != 0 : pins.tail != Pins::Tail::kAny) {
+            reject(pin, "given once for each key");
+        }
+        const std::string_view value = pin.substr(equals + 1);
+        if (key == "segment") {
+            pins.segment_chunks = segment_pin(pin, value);
+        } else {
+            pins.tail = tail_pin(pin, value);
+        }
         if (comma == rest.npos) return pins;
         rest.remove_prefix(comma + 1);
     }

@@ -37,6 +37,8 @@ struct Shape {
     // On a GPU: which rows have to be copied before they can be read, because of their strides, their alignment or the
     // in-kernel normalisation.
     bool normalise, pack_qk, pack_v, pack_do;
+    // Gradients that lie as the chain's own [B * T, heads, W] buffers do, and so can be those until they are written.
+    bool dense_dq, dense_dk, dense_dv;
     bool batch_invariant;
 
     int64_t group() const { return HV / H; }
@@ -52,9 +54,11 @@ struct Traits {
     int multiprocessors = 0;
 };
 
-// Choices of a GPU plan that the caller takes, from cake_gdn_problem.plan: "segment=32", "segment=whole".
+// Choices of a GPU plan that the caller takes, from cake_gdn_problem.plan: "segment=32,tail=separate".
 struct Pins {
+    enum class Tail { kAny, kFused, kSeparate };
     int64_t segment_chunks = 0;  // 0: the planner's choice
+    Tail tail = Tail::kAny;
 };
 inline constexpr int64_t kWholeSequences = INT32_MAX;  // a segment length that cuts nothing
 
@@ -164,6 +168,8 @@ struct GpuPlan {
     // ones whose parts of dq and dk are (backward; the fused tail has no parts). The last slice may have fewer.
     int64_t scan_heads, tail_heads;
     bool tail_fused;  // one program from the scans to dq, dk and dv instead of dqkwg, wy_backward and finalize
+    // What lies in a gradient's memory until the fused tail, block by block, reads it and writes the gradient.
+    bool q_in_dq, k_in_dk, du_in_dv;
     // Tables.
     Buffer offsets, sequence_chunk, sequence_segment, chunks, segments;
     // Per token and value head, of all heads; packed rows of all heads.

@@ -467,6 +467,33 @@ TEST_CASE("gpu plan: what is alive together does not overlap") {
     }
 }
 
+TEST_CASE("gpu plan: the tail is fused for small groups, and as it is pinned") {
+    const Pins fused = parse_pins("tail=fused"), separate = parse_pins("tail=separate");
+    const Shape small = gpu_shape(1, 4096, 2, 16, true, true), large = gpu_shape(1, 4096, 2, 18, true, true);
+    CHECK(plan_gpu(small, h200()).tail_fused);
+    CHECK(plan_gpu(small, h200(), fused).tail_fused);
+    CHECK_FALSE(plan_gpu(small, h200(), separate).tail_fused);
+    CHECK_FALSE(plan_gpu(large, h200()).tail_fused);
+    CHECK_THROWS_WITH_AS(plan_gpu(large, h200(), fused), doctest::Contains("a key head has 9 value heads"),
+                         InvalidPlan);
+}
+
+TEST_CASE("gpu plan: gradients lend their memory to what the fused tail reads before it writes them") {
+    Shape s = gpu_shape(1, 65536, 16, 32, true, true);
+    const GpuPlan apart = plan_gpu(s, h200());
+    s.dense_dq = s.dense_dk = s.dense_dv = true;
+    const GpuPlan lent = plan_gpu(s, h200());
+    CHECK((lent.q_in_dq && lent.k_in_dk && lent.du_in_dv));
+    CHECK((lent.q.bytes == 0 && lent.k.bytes == 0 && lent.dv.bytes == 0));
+    CHECK(lent.bytes == apart.bytes - apart.q.bytes - apart.k.bytes - apart.dv.bytes);
+    const GpuPlan separate = plan_gpu(s, h200(), parse_pins("tail=separate"));
+    CHECK_FALSE((separate.q_in_dq || separate.k_in_dk || separate.du_in_dv));
+    s.saved_states = false;  // in slices of heads, whose du lies closer than dv
+    CHECK((plan_gpu(s, h200()).q_in_dq && !plan_gpu(s, h200()).du_in_dv));
+    s.normalise = false;  // q and k are read where they are
+    CHECK_FALSE((plan_gpu(s, h200()).q_in_dq || plan_gpu(s, h200()).k_in_dk));
+}
+
 TEST_CASE("gpu plan: w makes room for what comes after the scans") {
     const GpuPlan plan =
         plan_gpu(gpu_shape(1, 65536, 2, 32, true, true), h200());  // groups too large for the fused tail
@@ -607,6 +634,10 @@ TEST_CASE("pins: what is read, and what is refused by name") {
     CHECK(parse_pins("segment=32").segment_chunks == 32);
     CHECK(parse_pins("segment=2147483647").segment_chunks == kWholeSequences);
     CHECK(parse_pins("segment=whole").segment_chunks == kWholeSequences);
+    CHECK(parse_pins("segment=8").tail == Pins::Tail::kAny);
+    CHECK(parse_pins("tail=fused").tail == Pins::Tail::kFused);
+    CHECK(parse_pins("tail=separate,segment=8").tail == Pins::Tail::kSeparate);
+    CHECK(parse_pins("tail=separate,segment=8").segment_chunks == 8);
     const Shape s = gpu_shape(1, 4096, 64, 64, false, false);
     CHECK(plan_gpu(s, h200(), parse_pins("segment=8")).seams == 7);
     CHECK(plan_gpu(s, h200(), parse_pins("segment=whole")).seams == 0);
@@ -620,9 +651,11 @@ TEST_CASE("pins: what is read, and what is refused by name") {
                                                            {"segment=99999999999999999999", "1 to 2147483647"},
                                                            {"segment=8x", "segment=8x"},
                                                            {"segment= 8", "1 to 2147483647"},
-                                                           {"segments=8", "with the key segment"},
-                                                           {"segment=8,", "with the key segment"},
+                                                           {"segments=8", "with the keys segment and tail"},
+                                                           {"segment=8,", "with the keys segment and tail"},
                                                            {"segment=8,segment=8", "given once"},
+                                                           {"tail=both", "tail=fused or tail=separate"},
+                                                           {"tail=fused,tail=fused", "given once"},
                                                            {"tile=3", "tile=3"}};
     for (const auto &[text, message] : wrong) {
         CAPTURE(text);
