@@ -13,7 +13,8 @@
 // w / 4 (64 of 128), of the scores' 64 columns the half of 32.
 //
 // Shared memory, 16-bit and swizzled (tile.cuh): do, v_new, k [64, 128]; one buffer [64, 128] for du, then q; one
-// [128, 128] for h, then dh; Z [64, 64]: 104 KB, so that two blocks share an SM and one computes while the other loads.
+// [128, 128] for h, then dh, which waits in registers while h is read; Z [64, 64]: 104 KB, so that two blocks share an
+// SM and one computes while the other loads.
 //
 // Summation order: products over V or tokens ascending, 16 at a time inside the tensor core. Row sums: a thread's columns
 // ascending, then the four lanes of the row by a butterfly, then the two halves. Column sums: a thread's two rows, the

@@ -227,8 +227,9 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
     __syncthreads();
 
     // dr, and with it dv in v's place, which only this warp has of these rows and columns.
-    float dots[4];  // of both rows: dr.v and, later, what enters the state
+    float value_sum;  // one of dr.v of both rows or, later, of what enters the state from them
     {
+        float dots[4] = {};
         uint32_t pairs[8][2];
         float acc[1][8][4] = {};
         warp_gemm<E, true, true>(acc, a, m0, du, n0, m0, C);
@@ -245,6 +246,7 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
                 pairs[t][r] = ptx::pack<E>(acc[0][t][2 * r], acc[0][t][2 * r + 1]);
             }
         }
+        value_sum = scatter_sums<2>(dots);
         if (p.dv != nullptr) {
             E *const out =
                 static_cast<E *>(p.dv) + s.chunk.b * p.dv_batch + s.chunk.t * p.dv_token + s.heads.value * p.dv_head;
@@ -311,19 +313,20 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
 
     // With dh: dk's first part, and <h, dh>. h is on its way meanwhile.
     const StateView user = CAKE_GDN_STATE_OF(p, initial_state);
+    ptx::wait_copies<0>();
+    __syncthreads();
+    const auto pass_through = [&](float share) {
+#pragma unroll
+        for (int delta = 16; delta > 0; delta /= 2) share += __shfl_xor_sync(0xffffffffu, share, delta);
+        if (lane == 0) s.through[warp] = share;
+    };
+    if (s.chunk.first) pass_through(Pieces<kThreads>::product<E>(user, s.chunk.sequence, s.heads.value, K, V, state));
     Pieces<kThreads> h;
     h.load(state_at(static_cast<const E *>(p.h), s.chunk.slot, p.h_heads, s.heads.value - p.h_begin, K, Vw),
            !s.chunk.first, K, V);
-    ptx::wait_copies<0>();
-    __syncthreads();
-    float through = 0.0f;
-    if (s.chunk.first) through = h.product<E>(user, s.chunk.sequence, s.heads.value, K, V, state);
     float entering[1][8][4] = {};
     warp_gemm<E, false, false, 1>(entering, v_new, m0, state, n0, 0, kD);
-    through += h.product<E>(state);
-#pragma unroll
-    for (int delta = 16; delta > 0; delta /= 2) through += __shfl_xor_sync(0xffffffffu, through, delta);
-    if (lane == 0) s.through[warp] = through;
+    if (!s.chunk.first) pass_through(h.product<E>(state));
     __syncthreads();  // dh and v_new have been read
 #pragma unroll
     for (int x = 0; x < 2; ++x) {
@@ -339,6 +342,7 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
         h.store(state);
     }
     float acc[2][8][4];  // dq, dk
+    float dots[4] = {};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
         const float d = gates.to_end(row + 8 * r, s.chunk.length);
@@ -351,7 +355,7 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
         PairRow(k, row + 8 * r, n0).load(bits);
         dots[2 + r] = lane_dot<E>(acc[1], r, bits);
     }
-    const float value_sum = scatter_sums<2>(dots);
+    value_sum += scatter_sums<2>(dots);
     __syncthreads();
 
     // With h: dq's first part, and what reaches dk through w.

@@ -94,9 +94,10 @@ typedef struct cake_gdn_problem {
     int64_t N;     /* sequences: B, or the number of packed ones */
     int64_t slots; /* rows of `h`: cake_gdn_state_slots(B, T); 0 without h */
 
-    /* Pins choices that the GPU's planner would take from shapes and the device: "segment=32" cuts sequences into segments
-     * of 32 chunks for the scans, "segment=whole" does not cut them. NULL: the planner chooses. Give both directions of
-     * a call the same. Must be NULL on a CPU, which has no such choice. */
+    /* Pins choices that the GPU's planner would take from shapes and the device, as "key=value,key=value". "segment=32"
+     * cuts sequences into segments of 32 chunks for the scans, "segment=whole" does not cut them; "tail=fused" ends the
+     * backward with one program, which groups of up to 8 value heads have, "tail=separate" with three. NULL: the planner
+     * chooses. Give both directions of a call the same. Must be NULL on a CPU, which has no such choice. */
     const char *plan;
 
     /* Inputs of both directions. q, k, v share one floating dtype; g, beta and the others have any floating dtype. */

@@ -146,9 +146,10 @@ def chunk_gated_delta_rule(
         save_state: Keep the chunk states, [B * ((T - 1) // 64), HV, K, V], for the backward (True), recompute them
             there (False), or let the backend decide (None: they are kept). In fp32 (fp64 for fp64 inputs) on the CPU,
             in q's dtype on a GPU. They are kept only while a gradient is needed. The bits are the same.
-        plan: A string that pins choices of the GPU's planner, None: it chooses by shapes and device. "segment=32": long
-            sequences are cut into segments of 32 chunks of 64 tokens, which are scanned at once; "segment=whole": they
-            are not cut. The CPU has no choices: must be None there.
+        plan: Pins choices of the GPU's planner, "key=value,key=value"; None: it chooses by shapes and device.
+            "segment=32": long sequences are cut into segments of 32 chunks of 64 tokens, which are scanned at once;
+            "segment=whole": they are not cut. "tail=fused": the backward ends with one program, for up to 8 value
+            heads a key head; "tail=separate": with three. The CPU has no choices: must be None there.
 
     Returns:
         o: [B, T, HV, V], contiguous, dtype of q.
