@@ -44,6 +44,7 @@ namespace cake_gdn::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kLine = 128;  // bytes of global memory that L2 keeps together
 
 // Sums over a token's row that the gates' gradients are made of.
 enum RowSum : int {
@@ -215,6 +216,19 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
         copy_rows<kThreads, C>(v_new, stored_at(static_cast<const E *>(p.v_new), p, c, hv, Vw), v_stride, c.length, V);
         copy_rows<kThreads, C>(left, rows_at<E>(o_rows, c, hv), o_rows.token, c.length, V);
         ptx::commit_copies();
+    }
+    // Both states come later, when there is room for them; they wait in L2.
+    const auto prefetch_state = [&](const void *state) {
+        for (int at = threadIdx.x * kLine; at < K * Vw * static_cast<int>(sizeof(E)); at += kThreads * kLine) {
+            ptx::prefetch(static_cast<const char *>(state) + at);
+        }
+    };
+    if (!c.last) {
+        prefetch_state(
+            state_at(static_cast<const E *>(p.dh), next_slot(c), p.stored_heads, hv - p.stored_begin, K, Vw));
+    }
+    if (!c.first) {
+        prefetch_state(state_at(static_cast<const E *>(p.h), c.slot, p.h_heads, hv - p.h_begin, K, Vw));
     }
     const Gates gates{s.cum, s.reset};
     load_gates(gates, p, c, hv);

@@ -83,9 +83,11 @@ struct Gates {
     float *cum;      // [C]
     uint8_t *reset;  // [C]; 0: none
 
-    // G_ij: what token i keeps of token j's write.
+    // G_ij: what token i keeps of token j's write. The exponential is formed in any case, whatever it is where the token is
+    // not seen: a select, where a branch would cost more.
     __device__ __forceinline__ float decay(int i, int j) const {
-        return j <= i && j + 1 >= reset[i] ? exp_of(cum[i] - cum[j]) : 0.0f;
+        const float kept = exp_of(cum[i] - cum[j]);
+        return j <= i && j + 1 >= reset[i] ? kept : 0.0f;
     }
     // e_i: what token i keeps of the state before the chunk.
     __device__ __forceinline__ float from_start(int i) const { return reset[i] == 0 ? exp_of(cum[i]) : 0.0f; }

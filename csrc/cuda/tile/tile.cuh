@@ -26,6 +26,11 @@ struct Tile {
     __device__ __forceinline__ uint32_t piece(int row, int column) const {
         return base + row * kRowBytes + (((column >> 3) ^ swizzle(row)) << 4);
     }
+    // The same at column k + 8 half, k a multiple of 16. All k of a row differ from one another by a constant's exclusive
+    // or: a loop over k needs no register for each.
+    __device__ __forceinline__ uint32_t piece(int row, int k, int half) const {
+        return base + row * kRowBytes + (((half ^ swizzle(row)) << 4) ^ (k << 1));
+    }
     // Shared address of the pair (row, column), (row, column + 1); column even.
     __device__ __forceinline__ uint32_t pair(int row, int column) const {
         return piece(row, column & ~7) + (column & 7) * 2;
@@ -46,7 +51,7 @@ struct Tile {
         if constexpr (transposed) {
             ptx::ldmatrix_transposed(r, piece(k + row + (q >> 1) * 8, m + (q & 1) * 8));
         } else {
-            ptx::ldmatrix(r, piece(m + row + (q & 1) * 8, k + (q >> 1) * 8));
+            ptx::ldmatrix(r, piece(m + row + (q & 1) * 8, k, q >> 1));
         }
     }
     // B, 16 x 16 at (k, n): r[0], r[1] for columns n..n + 7, r[2], r[3] for n + 8..n + 15.
@@ -56,7 +61,7 @@ struct Tile {
         if constexpr (transposed) {
             ptx::ldmatrix_transposed(r, piece(k + row + (q & 1) * 8, n + (q >> 1) * 8));
         } else {
-            ptx::ldmatrix(r, piece(n + row + (q >> 1) * 8, k + (q & 1) * 8));
+            ptx::ldmatrix(r, piece(n + row + (q >> 1) * 8, k, q & 1));
         }
     }
 };
