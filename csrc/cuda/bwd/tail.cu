@@ -416,6 +416,7 @@ __global__ void __launch_bounds__(kThreads, 2) tail(const __grid_constant__ cake
         s.sums.rows[kFromState + second][half][of] = state_sum;
         s.sums.columns[warp % 4][j0 + lane / 8 * 8 + lane % 4 * 2 + lane / 4 % 2] = column_sum;
     }
+    __syncthreads();  // of the sums, which are this block's own; the parts are the cluster's
     ptx::arrive_cluster();
     ptx::wait_cluster();
 
