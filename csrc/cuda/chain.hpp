@@ -29,7 +29,7 @@ void check_chain(const char *program, const Params &p) {
     if (p.max_chunks < 0 || (p.max_chunks > 0 && (!p.chunks || !p.sequence_chunk))) reject("tables missing");
 }
 
-// For the programs that work on segments (stages.h).
+// For the programs that work on segments (params/common.h).
 template <class Params>
 void check_segments(const char *program, const Params &p) {
     if (p.max_segments >= 0 && (p.max_segments == 0 || (p.segments && p.sequence_segment))) return;

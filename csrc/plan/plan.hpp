@@ -142,7 +142,7 @@ CpuPlan plan_cpu(const Shape &shape, const Traits &traits);
 
 // ---- the GPU chain ----------------------------------------------------------------------------------------------
 
-// Elements of a padded row of an intermediate: 16 bytes of 16-bit elements (CAKE_GDN_WIDTH of cuda/stages.h).
+// Elements of a padded row of an intermediate: 16 bytes of 16-bit elements (CAKE_GDN_WIDTH of cuda/params/).
 static constexpr int64_t row_width(int64_t columns) { return round_up(columns, 8); }
 
 // Entries of the chunk and the segment table that suffice for any offsets, reached by some. Every non-empty sequence takes
@@ -156,7 +156,7 @@ static inline int64_t table_segments(int64_t tokens, int64_t N, int64_t segment_
     return N + (tokens > 0 ? (tokens - 1) / kChunk / segment_chunks : 0);
 }
 
-// Largest value-head group of the fused tail: a cluster of as many blocks (CAKE_GDN_TAIL_GROUP of cuda/stages.h).
+// Largest value-head group of the fused tail: a cluster of as many blocks (CAKE_GDN_TAIL_GROUP of cuda/params/).
 inline constexpr int64_t kTailGroup = 8;
 
 struct GpuPlan {
@@ -176,7 +176,7 @@ struct GpuPlan {
     Buffer cum, reset, step, q, k, v, d_o, q_rstd, k_rstd, dcum, dstep, partials;
     // Of a scan slice: [B * T, heads, W] or [slots, heads, K, W].
     Buffer A, w, u, h, dv, dh;
-    // Of a scan slice, for the segments: [heads, max_chunks], and [seams, heads, ...] as in stages.h. One set for both
+    // Of a scan slice, for the segments: [heads, max_chunks], and [seams, heads, ...] as in cuda/params/. One set for both
     // directions.
     Buffer bound, seam_states, transitions, forgotten;
     // Of a tail slice, unless the tail is fused.

@@ -20,6 +20,7 @@ ALLOWED = {
     "plan/": ["cake_gdn_det/", "plan/"],
     "cpu/": ["cake_gdn_det/", "cpu/", "plan/"],
     "cuda/ptx/": ["cuda/ptx/"],
+    "cuda/params/": ["cake_gdn_det/", "cuda/params/"],
     "cuda/tile/": ["cake_gdn_det/", "cuda/stages.h", "cuda/tile/", "cuda/ptx/"],
     "cuda/fwd/": [*HOST_PARTS, "cuda/fwd/", "cuda/tile/", "cuda/ptx/"],
     "cuda/bwd/": [*HOST_PARTS, "cuda/bwd/", "cuda/tile/", "cuda/ptx/"],
@@ -155,6 +156,7 @@ def test_top_level_holds_what_it_should():
 
 def test_every_program_has_its_parts():
     stages = (CSRC / "cuda" / "stages.h").read_text()
+    params = "".join(p.read_text() for p in (CSRC / "cuda" / "params").glob("*.h"))
     bindings = "".join(p.read_text() for p in (CSRC / "bindings").glob("*.cpp"))
     names = {arch.name for arch in ARCHS}
     assert len({p.name for p in PROGRAMS}) == len(PROGRAMS)
@@ -162,7 +164,7 @@ def test_every_program_has_its_parts():
         sources = [p for d in ("fwd", "bwd") if (p := CSRC / "cuda" / d / f"{program.name}.cu").exists()]
         assert len(sources) == 1, f"{program.name}: fwd/{program.name}.cu or bwd/{program.name}.cu"
         assert f"void run_{program.name}(" in sources[0].read_text()
-        assert f"#define {program.macro}(X)" in stages
+        assert f"#define {program.macro}(X)" in params
         assert re.search(rf"^    F\({program.name}, {program.name.upper()}, ", stages, re.M), "no row of CAKE_GDN_STAGES"
         assert set(program.archs) <= names, f"{program.name} claims an architecture that has no row"
     # Declarations and bindings are made from that one list.

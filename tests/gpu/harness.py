@@ -17,7 +17,6 @@ slices and lays out what the stage wants of it, and checks of every launch that
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 from functools import cached_property
 
 import tables_twin as twins
@@ -27,7 +26,6 @@ from reference import stages
 DEVICE = "cuda"
 GUARD = 256  # bytes of red zone on each side: keeps the alignment of what lies between
 CHUNK = 64
-
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,13 +41,7 @@ def _stream() -> int:
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    C = native()
-    return {
-        torch.bfloat16: C.BF16,
-        torch.float16: C.FP16,
-        torch.float32: C.FP32,
-        torch.float64: C.FP64,
-    }[dtype]
+    return native().dtypes[dtype]
 
 
 def pointer(x: torch.Tensor | None) -> int:
@@ -99,7 +91,7 @@ def place(x: torch.Tensor, strides=None) -> torch.Tensor:
     return buffer.view
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Chain:
     """The call that a stage is part of: sizes, sequences, and the slice of the value heads."""
 
@@ -222,7 +214,7 @@ class Chain:
         }
 
 
-@dataclass
+@dataclasses.dataclass
 class Gates:
     """What prep makes: cum and step fp32, reset uint8, all [HV, B * T]."""
 
@@ -566,8 +558,7 @@ def run_stitch(chain: Chain, states, transitions, forgotten, start, backward: bo
     call.state("start", start)
     call.input("transitions", call.of_seams(transitions))
     call.input("forgotten", call.of_seams(forgotten))
-    written = call.of_seams(forgotten)[..., None, None] == 0
-    initial = call.of_seams(_turned(states))
+    written, initial = call.of_seams(forgotten)[..., None, None] == 0, call.of_seams(_turned(states))
     out = call.output_seams("seams", (chain.V, width(chain.K)), torch.float32, written, initial)
     call.run()
     return _states(chain, out)
@@ -716,10 +707,7 @@ def run_finalize(B, T, parts, group, x=None, rstd=None, heads=None, strides=None
 
 def run_tail(
     chain: Chain,
-    q,
-    k,
-    v,
-    d_o,
+    rows,
     gates: Gates,
     A,
     v_new,
@@ -734,11 +722,11 @@ def run_tail(
     strides=(None, None, None),
     wanted=("dq", "dk", "dv"),
 ):
-    """A [B * T, HV, 64], v_new, du [B * T, HV, V], h, dh [slots, HV, K, V], rstd of q and k [B * T, H] when these are
-    normalised -> dq, dk [B, T, H, K], dv [B, T, HV, V] with these strides, None for what is not wanted, and dstep,
-    dcum [HV, B * T]."""
+    """rows q, k, v, d_o; A [B * T, HV, 64], v_new, du [B * T, HV, V], h, dh [slots, HV, K, V], rstd of q and k [B * T,
+    H] when these are normalised -> dq, dk [B, T, H, K], dv [B, T, HV, V] with these strides, None for what is not
+    wanted, and dstep, dcum [HV, B * T]."""
     call = Launch("tail", chain, scale=scale)
-    for name, x in (("q", q), ("k", k), ("v", v), ("d_o", d_o)):
+    for name, x in zip(("q", "k", "v", "d_o"), rows):
         call.rows(name, x)
     call.gates(gates, step=True)
     call.state("initial_state", initial_state)
@@ -787,10 +775,8 @@ def run_gate_backward(
     live = chain.split(chain.live)[..., None]
     out = {}
     for name, dtype, layout in zip(("dg", "dbeta"), dtypes, strides):
-        call.fields[name] = 0
-        out[name] = None
-        if name in wanted:
-            out[name] = call.output(name, (chain.B, chain.T, chain.HV), dtype, live, layout)
+        call.fields[name], shape = 0, (chain.B, chain.T, chain.HV)
+        out[name] = call.output(name, shape, dtype, live, layout) if name in wanted else None
         call._scalar_layout(name, out[name])
     call.fields["partials"], partials = 0, None
     if "partials" in wanted and A_log is not None:

@@ -414,7 +414,7 @@ def _run_tail(p, c, normalised=False, saved=False, **options):
     A, v_new, du = (p.on_device(x) for x in ("A", "v_new", "dv_new"))
     rstd = [x.float().to(harness.DEVICE) for x in p.rstd] if normalised else (None, None)
     rows, states = (p.q4, p.k4, p.v4, p.do4), (p.state(p.h0), p.state(p.dht))
-    out = harness.run_tail(c, *rows, p.gates, A, v_new, du, h, dh, p.scale, *states, rstd, saved, **options)
+    out = harness.run_tail(c, rows, p.gates, A, v_new, du, h, dh, p.scale, *states, rstd, saved, **options)
     return dict(zip(("dq", "dk", "dv", "dstep", "dcum"), out))
 
 

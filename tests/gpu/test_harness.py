@@ -13,12 +13,14 @@ import pytest
 import torch
 from harness import Chain, Gates, padded_strides, place
 
-STAGES_H = (Path(__file__).parents[2] / "csrc" / "cuda" / "stages.h").read_text()
-CONSTANTS = {"BF16": 0, "FP16": 1, "FP32": 2, "FP64": 3, "GATE": 2, "BETA_SIGMOID": 4, "NEG_EIGVAL": 8}
+CUDA = Path(__file__).parents[2] / "csrc" / "cuda"
+STAGES_H = "".join(p.read_text() for p in (CUDA / "stages.h", *sorted((CUDA / "params").glob("*.h"))))
+CONSTANTS = {"GATE": 2, "BETA_SIGMOID": 4, "NEG_EIGVAL": 8}
+DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2, torch.float64: 3}
 
 
 def macros() -> dict[str, str]:
-    """Name -> body of the function-like macros of stages.h, without comments."""
+    """Name -> body of the function-like macros of stages.h and params/, without comments."""
     text = re.sub(r"/\*.*?\*/", "", STAGES_H, flags=re.S).replace("\\\n", " ")
     return dict(re.findall(r"#define (CAKE_GDN_\w+)\(X\w*(?:, name)?\) *(.*)", text))
 
@@ -44,7 +46,7 @@ class Recorder(SimpleNamespace):
     """Stands for the compiled module: keeps the params of each call and lets `effect` act on them."""
 
     def __init__(self, effect=lambda params: None):
-        super().__init__(**CONSTANTS, calls={})
+        super().__init__(**CONSTANTS, dtypes=DTYPES, calls={})
         for stage, params_class in STAGES.items():
             setattr(self, params_class, SimpleNamespace)
             setattr(self, stage, self.recording(stage, effect))
@@ -109,7 +111,7 @@ def run_all(chain: Chain) -> None:
     harness.run_dqkwg(chain, x.q, x.q, x.v, gates, x.tv, x.tv, x.h, x.h, 0.5, x.state, x.state, saved=True)
     harness.run_wy_backward(chain, x.q, x.v, gates, x.A, x.tv, x.tk, x.tv, x.tk, x.scalars)
     harness.run_finalize(chain.B, chain.T, x.tk.half(), 2, x.tk[:, : chain.H].half(), one, heads=(1, 1))
-    harness.run_tail(chain, x.q, x.q, x.v, x.v, gates, x.A, x.tv, x.tv, x.h, x.h, 0.5, x.state, x.state, (one, one))
+    harness.run_tail(chain, (x.q, x.q, x.v, x.v), gates, x.A, x.tv, x.tv, x.h, x.h, 0.5, x.state, x.state, (one, one))
     more = (x.scalars, x.scalars, x.parameter, x.parameter, True, True)
     harness.run_gate_backward(chain, x.g, x.g, gates, *more)
     harness.run_gate_reduce(chain, torch.zeros(chain.max_chunks, chain.HV, 2))

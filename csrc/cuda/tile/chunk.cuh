@@ -15,7 +15,7 @@ struct Rows {
     int64_t batch, token, head;
 };
 
-// The kernel's views of a params struct's tensor groups (stages.h: CAKE_GDN_ROWS, CAKE_GDN_STATE).
+// The kernel's views of a params struct's tensor groups (params/common.h: CAKE_GDN_ROWS, CAKE_GDN_STATE).
 #define CAKE_GDN_ROWS_OF(p, name) \
     ::cake_gdn::cuda::Rows { (p).name, (p).name##_batch, (p).name##_token, (p).name##_head }
 #define CAKE_GDN_STATE_OF(p, name)                                                                   \

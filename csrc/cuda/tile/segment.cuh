@@ -1,4 +1,4 @@
-// Segments: what a block of a scan or a pre-scan works on, the states at the seams between segments (stages.h), and how
+// Segments: what a block of a scan or a pre-scan works on, the states at the seams between segments (params/), and how
 // far back a segment remembers.
 #pragma once
 
