@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tarfile
@@ -50,6 +51,50 @@ def test_an_architecture_asked_for_by_name_is_built_or_is_an_error(arch):
     code, output = gate("11.8", arch.name, check=False)
     assert code != 0
     assert f"CAKE_GDN_ARCHS: sm_{arch.name} needs CUDA {arch.cuda} or newer, and this toolkit is CUDA 11.8" in output
+
+
+ASK_FOR_CODE = """
+#include <cstdio>
+
+#include "cuda/launch.hpp"
+
+namespace cake_gdn::cuda {
+// In the place of the driver's.
+const Traits &traits(int) {
+    static const Traits none{};
+    return none;
+}
+}  // namespace cake_gdn::cuda
+
+int main() {
+    using namespace cake_gdn::cuda;
+    for (int capability : {90, 100, 107, 89}) {
+        try {
+            require_code("wy", Traits{2, capability, 132, 0});
+            std::puts("has code");
+        } catch (const Error &error) {
+            std::printf("%d %s\\n", error.status, error.what());
+        }
+    }
+}
+"""
+
+
+def test_a_device_that_a_build_has_no_code_for_is_told_what_it_needs(tmp_path):
+    """The backend's own answer, in a build for sm_90a, to devices that it is only told of."""
+    include = toolkit("13.5").parents[1] / "include"
+    (tmp_path / "cake_gdn_build_config.h").write_text('#define CAKE_GDN_ARCHS "90a"\n')
+    (tmp_path / "main.cpp").write_text(ASK_FOR_CODE)
+    sources = [tmp_path / "main.cpp", ROOT / "csrc" / "cuda" / "backend.cpp"]
+    includes = [f"-I{folder}" for folder in (tmp_path, ROOT / "csrc", ROOT / "csrc" / "include", include)]
+    run([os.environ.get("CXX", "c++"), "-std=c++17", *includes, *sources, "-o", tmp_path / "ask"])
+    unsupported, other = 2, "wy: device 2 is sm_{}; this build has code for sm_90a; {}"
+    assert run([tmp_path / "ask"]).stdout.splitlines() == [
+        "has code",
+        f"{unsupported} " + other.format(100, "a build for it needs CUDA 12.8 or newer"),
+        f"{unsupported} " + other.format(107, "a build for it needs CUDA 13.4 or newer"),
+        f"{unsupported} " + other.format(89, "no release of this package has code for it"),
+    ]
 
 
 def test_107a_by_name_with_cuda_13_0_says_13_4():
