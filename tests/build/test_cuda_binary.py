@@ -36,7 +36,7 @@ BUDGETS = {
     "fwd_prescan": Budget(registers=224, shared=0),  # one block an SM
     "stitch": Budget(registers=255, shared=0),  # one block an SM
     "fwd_scan": Budget(registers=224, shared=0),  # one block an SM
-    "output": Budget(registers=128, shared=0),  # 256 threads, 2 blocks an SM
+    "output": Budget(registers=168, shared=0),  # 128 threads, 3 blocks an SM
     "wy_recompute": Budget(registers=168, shared=0),  # 128 threads, 3 blocks an SM
     "dv_local": Budget(registers=128, shared=0),  # 128 threads, 4 blocks an SM
     "adjoint_prescan": Budget(registers=255, shared=0),  # one block an SM
