@@ -445,6 +445,8 @@ def test_problem_refuses_what_the_header_has_not():
         _C.Problem(T=2**63)
     with pytest.raises(TypeError, match="plan must be a str or None, not int"):
         _C.Problem(plan=8)
+    with pytest.raises(ValueError, match="plan has a NUL character"):
+        _C.Problem(plan="segment=32\0,tail=fused")
     for bad in (0, "q", (1, 2), (0, 0, [1]), (0, 0, (1,) * 5), (0.5, 0, (1,)), (0, 0, ("1",))):
         with pytest.raises(TypeError, match=r"q must (be|have)"):
             _C.Problem(q=bad)

@@ -72,6 +72,7 @@ plan::Shape shape_of(const cake_gdn_problem &p, cake_gdn_direction direction) {
         s.dense_dv = dense(p.dv, p.T, p.HV, p.V);
     }
     s.batch_invariant = p.flags & CAKE_GDN_BATCH_INVARIANT;
+    s.fp16 = p.q.dtype == CAKE_GDN_FP16;
     return s;
 }
 

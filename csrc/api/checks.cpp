@@ -247,7 +247,9 @@ void check_problem(const cake_gdn_problem &p, cake_gdn_direction direction) {
             .distinct({p.N, p.HV, state_rows, state_columns});
         return;
     }
-    Field("d_o", p.d_o, values).floating().addressable({p.B, p.T, p.HV, p.V});
+    const Field d_o("d_o", p.d_o, values);
+    d_o.floating().addressable({p.B, p.T, p.HV, p.V});
+    if (p.backend == CAKE_GDN_CUDA) d_o.dtype(p.q.dtype, "like q on a GPU");
     Field("dht", p.dht, states).floating().addressable({p.N, p.HV, state_rows, state_columns});
     Field("dq", p.dq, keys).dtype(p.q.dtype, "like q").distinct({p.B, p.T, p.H, p.K});
     Field("dk", p.dk, keys).dtype(p.q.dtype, "like q").distinct({p.B, p.T, p.H, p.K});

@@ -13,6 +13,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <iterator>
 #include <limits>
 #include <string>
@@ -111,9 +112,13 @@ void assign(const char *&field, const char *name, PyObject *value) {
     if (value != Py_None && !PyUnicode_Check(value)) {
         raise(PyExc_TypeError, std::string(name) + " must be a str or None, not " + Py_TYPE(value)->tp_name);
     }
-    field = value == Py_None ? nullptr : PyUnicode_AsUTF8(value);
+    Py_ssize_t size = 0;
+    field = value == Py_None ? nullptr : PyUnicode_AsUTF8AndSize(value, &size);
     if (PyErr_Occurred()) {
         throw py::error_already_set();
+    }
+    if (field != nullptr && std::strlen(field) != static_cast<std::size_t>(size)) {
+        raise(PyExc_ValueError, std::string(name) + " has a NUL character");
     }
 }
 
@@ -283,7 +288,7 @@ void run_stage(const Params &params, std::uintptr_t stream) {
     check(status);
 }
 
-// One class and one function a stage, from the lists of stages.h.
+// One class and one function a stage, from the lists of stages.h and params/.
 void bind_stages(py::module_ &module) {
 #define BIND_STAGE(stage, STAGE, Params)                                                                           \
     {                                                                                                              \

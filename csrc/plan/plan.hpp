@@ -40,6 +40,7 @@ struct Shape {
     // Gradients that lie as the chain's own [B * T, heads, W] buffers do, and so can be those until they are written.
     bool dense_dq, dense_dk, dense_dv;
     bool batch_invariant;
+    bool fp16;  // q, k, v and the intermediates, whose range ends at 65504
 
     int64_t group() const { return HV / H; }
     // Most chunks that one sequence can have.

@@ -58,6 +58,9 @@ double predicted(const Shape &s, const Costs &costs, int multiprocessors, int64_
 
 int64_t segment_length(const Shape &s, const Traits &traits, const Pins &pins) {
     if (pins.segment_chunks > 0) return pins.segment_chunks;
+    // A transition is formed from the identity in 16 bits: with gates above zero, or keys for which beta |k|^2 exceeds 2,
+    // it can leave fp16's range in directions in which no state lies, where the scan of a whole sequence would be finite.
+    if (s.fp16) return kWholeSequences;
     if (s.batch_invariant) return invariant_length(s.HV);
     const Costs &costs = costs_of(traits.capability);
     const int64_t chunks = s.sequence_chunks();

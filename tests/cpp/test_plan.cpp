@@ -628,6 +628,16 @@ TEST_CASE("segments: batch_invariant looks at the heads alone") {
     }
 }
 
+TEST_CASE("gpu plan: fp16 is cut only when it is asked for") {
+    Shape s = gpu_shape(1, 65536, 2, 8, true, true);
+    CHECK(plan_gpu(s, h200()).seams > 0);
+    s.fp16 = true;
+    CHECK(plan_gpu(s, h200()).seams == 0);
+    CHECK(plan_gpu(s, h200(), pinned(64)).seams == 15);
+    s.batch_invariant = true;
+    CHECK(plan_gpu(s, h200()).seams == 0);
+}
+
 TEST_CASE("pins: what is read, and what is refused by name") {
     CHECK(parse_pins(nullptr).segment_chunks == 0);
     CHECK(parse_pins("segment=1").segment_chunks == 1);

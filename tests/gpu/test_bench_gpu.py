@@ -84,4 +84,4 @@ def test_kernels_of_a_step_belong_to_stages(gpu):
     inputs = make_inputs(Shape(1, 512, 2, 4), "fast", gpu.device)
     kernels = stages.kernel_times(phases(peers.load(())[0].forms[""], inputs)[BOTH])
     times = stages.by_stage(kernels, list(stage_work(inputs.shape)))
-    assert len(times) > 3 and all(ms > 0 for ms in times.values()), kernels
+    assert len(times) > 3 and "tail" in times and all(ms > 0 for ms in times.values()), kernels

@@ -161,6 +161,7 @@ __device__ __forceinline__ void finish(const Gradient<E> (&of)[2], int64_t rstd_
             float4 more[2][kBatch] = {};
 #pragma unroll
             for (int x = 0; x < 2; ++x) {
+                if (of[x].out == nullptr) continue;  // no load may be under way unused when the cluster parts
                 const uint32_t base = ptx::cluster_address(of[x].part.base, member);
 #pragma unroll
                 for (int i = 0; i < kBatch; ++i) {

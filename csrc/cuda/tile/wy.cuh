@@ -87,7 +87,7 @@ __device__ __forceinline__ float warp_growth(Tile<kD> k, const float *step) {
     return growth;
 }
 
-// The chunk's bound (stages.h: wy), of its warps' growths.
+// The chunk's bound (params/fwd.h: wy), of its warps' growths.
 __device__ __forceinline__ float chunk_bound(const Gates &gates, const float (&growth)[4], int length) {
     const int last = length - 1;
     return gates.reset[last] != 0 ? -INFINITY : gates.cum[last] + ((growth[0] + growth[1]) + (growth[2] + growth[3]));

@@ -95,9 +95,10 @@ typedef struct cake_gdn_problem {
     int64_t slots; /* rows of `h`: cake_gdn_state_slots(B, T); 0 without h */
 
     /* Pins choices that the GPU's planner would take from shapes and the device, as "key=value,key=value". "segment=32"
-     * cuts sequences into segments of 32 chunks for the scans, "segment=whole" does not cut them; "tail=fused" ends the
-     * backward with one program, which groups of up to 8 value heads have, "tail=separate" with three. NULL: the planner
-     * chooses. Give both directions of a call the same. Must be NULL on a CPU, which has no such choice. */
+     * cuts sequences into segments of 32 chunks for the scans, "segment=whole" does not cut them, as fp16 inputs are not by
+     * themselves (cut, they can overflow where gates grow or beta |k|^2 exceeds 2); "tail=fused" ends the backward with
+     * one program, which groups of up to 8 value heads have, "tail=separate" with three. NULL: the planner chooses. Give
+     * both directions of a call the same. Must be NULL on a CPU, which has no such choice. */
     const char *plan;
 
     /* Inputs of both directions. q, k, v share one floating dtype; g, beta and the others have any floating dtype. */
@@ -127,7 +128,8 @@ typedef struct cake_gdn_problem {
     cake_gdn_tensor d_o; /* like o */
     cake_gdn_tensor dht; /* like final_state */
 
-    /* Outputs of the backward, each optional: what is absent is not written. */
+    /* Outputs of the backward, each optional: what is absent is not written. None may overlap an input or another output:
+     * on a GPU dq, dk and dv hold intermediates until they are written. */
     cake_gdn_tensor dq, dk;           /* like q, k; dtype of q */
     cake_gdn_tensor dv;               /* like v; dtype of q */
     cake_gdn_tensor dg, dbeta;        /* [B, T, HV], any floating dtype */

@@ -77,5 +77,6 @@ def stage_work(shape: Shape) -> dict[str, tuple[float, float]]:
         "dqkwg": (2 * q + 3 * x + 2 * h + 3 * x, products(3, 3)),
         "wy_backward": (q + 5 * x + A + 2 * x, products(0, 3.5)),
         "finalize": (2 * x + 2 * q + 2 * q, 0),
+        "tail": (2 * q + 4 * x + A + 2 * h + 2 * q + x, products(3, 5)),
         "gate_backward": (rows * HV * 33, 0),
     }

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import _C
 from .call import Call, device_of, shape_of
 from .checks import check
-from .torch_ops import INPUTS, call_backward, call_forward, named
+from .torch_ops import INPUTS, backward, forward, named
 
 
 class _Once(torch.autograd.Function):
@@ -20,7 +20,7 @@ class _Once(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        return tuple(call_backward(*arguments))
+        return tuple(backward(*arguments))
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> NoReturn:
@@ -53,7 +53,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
         plan: str | None,
     ) -> tuple[Tensor, Tensor | None]:
         inputs = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, cu_seqlens_cpu)
-        results = call_forward(*inputs, scale, flags, output_final_state, save, plan)
+        results = forward(*inputs, scale, flags, output_final_state, save, plan)
         o, final_state, h, A = named(results, output_final_state, save)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs, h, A)
@@ -66,7 +66,7 @@ class _ChunkGatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, d_o: Tensor | None, dht: Tensor | None) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[: len(INPUTS)]
         # A compiled graph needs no _Once: what runs it refuses double backward by itself.
-        call = _Once.apply if torch.is_grad_enabled() and not torch.compiler.is_compiling() else call_backward
+        call = _Once.apply if torch.is_grad_enabled() and not torch.compiler.is_compiling() else backward
         gradients = call(d_o, dht, *ctx.saved_tensors, ctx.scale, ctx.flags, needs, ctx.plan)
         wanted = iter(gradients)
         return (*[next(wanted) if need else None for need in needs], *[None] * 7)
@@ -148,8 +148,9 @@ def chunk_gated_delta_rule(
             in q's dtype on a GPU. They are kept only while a gradient is needed. The bits are the same.
         plan: Pins choices of the GPU's planner, "key=value,key=value"; None: it chooses by shapes and device.
             "segment=32": long sequences are cut into segments of 32 chunks of 64 tokens, which are scanned at once;
-            "segment=whole": they are not cut. "tail=fused": the backward ends with one program, for up to 8 value
-            heads a key head; "tail=separate": with three. The CPU has no choices: must be None there.
+            "segment=whole": they are not cut, as fp16 inputs are not by themselves (cut, they can overflow where gates
+            grow or beta |k|^2 exceeds 2). "tail=fused": the backward ends with one program, for up to 8 value heads a
+            key head; "tail=separate": with three. The CPU has no choices: must be None there.
 
     Returns:
         o: [B, T, HV, V], contiguous, dtype of q.

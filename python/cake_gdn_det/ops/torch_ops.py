@@ -7,9 +7,7 @@ that a traced length stays a symbol. They return lists of what is wanted: the fo
 backward of the gradients. Scratch lives and dies inside an implementation.
 """
 
-from collections.abc import Callable
 from itertools import compress
-from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -273,31 +271,3 @@ for _name, _implementation, _fake in (
         _LIBRARY.impl(_name, _implementation, _key)
     torch.library.register_fake(f"cake_gdn_det::{_name}", _fake, lib=_LIBRARY)
     torch.library.register_vmap(f"cake_gdn_det::{_name}", _no_vmap, lib=_LIBRARY)
-
-
-# ---- calls ----
-
-_PLAIN = {Tensor, torch.nn.Parameter, type(None), float, int, bool, tuple}
-
-
-def _entry(
-    operator: Any, implementation: Callable[..., list[Tensor]], q: Callable[[tuple[Any, ...]], Tensor]
-) -> Callable[..., list[Tensor]]:
-    """The operator as chunk.py calls it: where nothing wants to see the call (no tracer, dispatch mode, tensor subclass
-    or meta tensor), its implementation at once. The dispatcher's way to Python and back is a tenth of a small call."""
-
-    def call(*arguments: Any) -> list[Tensor]:
-        seen = (
-            torch.compiler.is_compiling()
-            or torch._C._len_torch_dispatch_stack() > 0
-            or not _PLAIN.issuperset(map(type, arguments))
-            or q(arguments).is_meta
-        )
-        result: list[Tensor] = operator(*arguments) if seen else implementation(*arguments)
-        return result
-
-    return call
-
-
-call_forward = _entry(forward, _forward, itemgetter(0))
-call_backward = _entry(backward, _backward, itemgetter(2))
