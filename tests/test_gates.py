@@ -6,7 +6,14 @@ import math
 
 import pytest
 import torch
-from reference.cases import assert_matches, assert_same_bits, make_case, reference, run, stage_answer
+from reference.cases import (
+    assert_matches,
+    assert_reset_starts_a_new_sequence,
+    make_case,
+    reference,
+    run,
+    stage_answer,
+)
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 INF = math.inf
@@ -89,21 +96,8 @@ def test_growth_between_resets(op, rng, device):
 @pytest.mark.parametrize("t", [0, 1, 63, 64, 65, 149])
 def test_a_reset_starts_a_new_sequence(op, rng, device, t, dtype):
     """What precedes the reset, the initial state included, changes no bit after it, and gets no gradient from there."""
-    case = make_case(rng, T=T, H=1, HV=2, dtype=dtype, device=device)
-    case.inputs["g"][:, t] = -INF
-    case.do[:, :t] = 0
-    out = run(op, case)
-    other = make_case(rng, T=T, H=1, HV=2, dtype=dtype, device=device)
-    mixed = case.with_inputs(initial_state=other.inputs["initial_state"])
-    for name in ("q", "k", "v", "g", "beta"):
-        mixed.inputs[name] = torch.cat([other.inputs[name][:, :t], case.inputs[name][:, t:]], 1)
-    got = run(op, mixed)
-    names = ("o", "dq", "dk", "dv", "dg", "dbeta")
-    assert_same_bits({n: got[n][:, t:] for n in names}, {n: out[n][:, t:] for n in names})
-    assert_same_bits(got, out, ["final_state"])
-    assert (out["dh0"] == 0).all() and (out["dg"][:, t] == 0).all()
-    for name in names[1:]:
-        assert (out[name][:, :t] == 0).all(), name
+    case, other = (make_case(rng, T=T, H=1, HV=2, dtype=dtype, device=device) for _ in range(2))
+    assert_reset_starts_a_new_sequence(op, case, other, t)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)

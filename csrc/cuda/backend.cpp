@@ -54,19 +54,22 @@ std::string needed_cuda(int capability) {
     return "; no release of this package has code for it";
 }
 
+void require_code(const Program &program, const Traits &traits) {
+    std::string built;
+    for (const Arch &arch : program.archs) {
+        if (arch.capability == traits.capability) return;
+        built += (built.empty() ? "sm_" : ", sm_") + std::string(arch.name);
+    }
+    throw Error(CAKE_GDN_UNSUPPORTED, std::string(program.name) + ": device " + std::to_string(traits.device) +
+                                          " is sm_" + std::to_string(traits.capability) + "; this build has code for " +
+                                          built + needed_cuda(traits.capability));
+}
+
 }  // namespace
 
 void require_code(const char *program, const Traits &traits) {
     for (const Program &row : programs()) {
-        if (std::strcmp(row.name, program) != 0) continue;
-        std::string built;
-        for (const Arch &arch : row.archs) {
-            if (arch.capability == traits.capability) return;
-            built += (built.empty() ? "sm_" : ", sm_") + std::string(arch.name);
-        }
-        throw Error(CAKE_GDN_UNSUPPORTED, std::string(program) + ": device " + std::to_string(traits.device) +
-                                              " is sm_" + std::to_string(traits.capability) +
-                                              "; this build has code for " + built + needed_cuda(traits.capability));
+        if (std::strcmp(row.name, program) == 0) return require_code(row, traits);
     }
     throw Error(CAKE_GDN_INTERNAL_ERROR, std::string(program) + " is no row of programs.def");
 }
@@ -84,7 +87,7 @@ void check_supported(const cake_gdn_problem &p) {
                     ". Backend \"cpu\" with CPU tensors takes up to 512");
     }
     const Traits &device = traits(p.device);
-    for (const Program &program : programs()) require_code(program.name, device);
+    for (const Program &program : programs()) require_code(program, device);
 }
 
 }  // namespace cake_gdn::cuda

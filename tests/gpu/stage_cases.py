@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 import harness
+import pytest
 import torch
 from harness import Chain, Gates, padded_strides, place, width
 from reference import stages
@@ -447,3 +448,21 @@ def heads_of(stage: str, name: str) -> tuple[int, bool]:
     if name == "dv":
         return (2, False) if stage == "wy_backward" else (1, True)
     return HEADS[name]
+
+
+def assert_refused(stage: str, name: str, change: dict, message: str, monkeypatch) -> None:
+    """With these fields of its params changed, a stage is refused before any launch, by name; nothing is written."""
+    original = harness.Launch.run
+
+    def changed(self):
+        self.fields |= change
+        written = [buffer.bytes.clone() for _, buffer, _ in self.outputs]
+        try:
+            original(self)
+        finally:
+            for (output, buffer, _), before in zip(self.outputs, written):
+                assert torch.equal(buffer.bytes, before), output
+
+    monkeypatch.setattr(harness.Launch, "run", changed)
+    with pytest.raises(ValueError, match=message):
+        run(stage, name, torch.bfloat16)

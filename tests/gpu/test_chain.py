@@ -11,7 +11,15 @@ import torch
 from chain_model import assert_chain, assert_errors, drawn, engine, realisations, rounded
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reference.cases import ALL_OPTIONS, GRADS, assert_same_bits, cumulative, run, storage_bytes
+from reference.cases import (
+    ALL_OPTIONS,
+    GRADS,
+    assert_reset_starts_a_new_sequence,
+    assert_same_bits,
+    cumulative,
+    run,
+    storage_bytes,
+)
 from test_gates import PLACES, places
 from test_layouts import LAYOUTS, LENGTHS, ONE_INPUT, assert_sequences_alone, given_strides
 
@@ -329,21 +337,8 @@ def test_growing_states(op, rng, growth):
 @pytest.mark.parametrize("t", [0, 1, 63, 64, 65, 149])
 def test_a_reset_starts_a_new_sequence(op, rng, t, dtype):
     """What precedes the reset, the initial state included, changes no bit after it, and gets no gradient from there."""
-    case = drawn(rng, T=150, H=1, HV=2, K=64, V=48, dtype=dtype)
-    case.inputs["g"][:, t] = -INF
-    case.do[:, :t] = 0
-    out = run(op, case)
-    other = drawn(rng, T=150, H=1, HV=2, K=64, V=48, dtype=dtype)
-    mixed = case.with_inputs(initial_state=other.inputs["initial_state"])
-    for name in ("q", "k", "v", "g", "beta"):
-        mixed.inputs[name] = torch.cat([other.inputs[name][:, :t], case.inputs[name][:, t:]], 1)
-    got = run(op, mixed)
-    names = ("o", "dq", "dk", "dv", "dg", "dbeta")
-    assert_same_bits({n: got[n][:, t:] for n in names}, {n: out[n][:, t:] for n in names})
-    assert_same_bits(got, out, ["final_state"])
-    assert (out["dh0"] == 0).all() and (out["dg"][:, t] == 0).all()
-    for name in names[1:]:
-        assert (out[name][:, :t] == 0).all(), name
+    case, other = (drawn(rng, T=150, H=1, HV=2, K=64, V=48, dtype=dtype) for _ in range(2))
+    assert_reset_starts_a_new_sequence(op, case, other, t)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

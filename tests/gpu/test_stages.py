@@ -4,13 +4,12 @@ test_gate_stages.py."""
 
 from __future__ import annotations
 
-import harness
 import pytest
 import stage_cases
 import torch
 from harness import padded_strides
 from reference.cases import assert_same_bits
-from stage_cases import CASES, expected, heads_of, problem, run
+from stage_cases import CASES, assert_refused, expected, heads_of, problem, run
 
 pytestmark = pytest.mark.gpu
 
@@ -194,17 +193,4 @@ def test_a_sequence_does_not_see_its_neighbours(stage):
 )
 def test_bad_params(stage, change, message, monkeypatch):
     """Refused before any launch, by name; nothing is written."""
-    original = harness.Launch.run
-
-    def changed(self):
-        self.fields |= change
-        written = [buffer.bytes.clone() for _, buffer, _ in self.outputs]
-        try:
-            original(self)
-        finally:
-            for (name, buffer, _), before in zip(self.outputs, written):
-                assert torch.equal(buffer.bytes, before), name
-
-    monkeypatch.setattr(harness.Launch, "run", changed)
-    with pytest.raises(ValueError, match=message):
-        run(stage, "65", torch.bfloat16)
+    assert_refused(stage, "65", change, message, monkeypatch)

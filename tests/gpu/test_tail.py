@@ -9,7 +9,7 @@ import stage_cases
 import torch
 from harness import padded_strides
 from reference.cases import assert_same_bits
-from stage_cases import CASES, expected, problem, run
+from stage_cases import CASES, assert_refused, expected, problem, run
 from test_stages import assert_stage, token_rows
 
 pytestmark = pytest.mark.gpu
@@ -136,17 +136,4 @@ def test_a_sequence_does_not_see_its_neighbours(stage):
 )
 def test_bad_params(change, message, monkeypatch):
     """Refused before any launch, by name; nothing is written."""
-    original = harness.Launch.run
-
-    def changed(self):
-        self.fields |= change
-        written = [buffer.bytes.clone() for _, buffer, _ in self.outputs]
-        try:
-            original(self)
-        finally:
-            for (name, buffer, _), before in zip(self.outputs, written):
-                assert torch.equal(buffer.bytes, before), name
-
-    monkeypatch.setattr(harness.Launch, "run", changed)
-    with pytest.raises(ValueError, match=message):
-        run("tail", "packed", torch.bfloat16)
+    assert_refused("tail", "packed", change, message, monkeypatch)

@@ -288,6 +288,24 @@ def assert_same_bits(a: dict, b: dict, names: Iterable[str] | None = None) -> No
             )
 
 
+def assert_reset_starts_a_new_sequence(op: Callable, case: Case, other: Case, t: int) -> None:
+    """With a reset at token t of `case`, what `other` has before it, the initial state included, changes no bit after
+    it and gets no gradient from there. `case` is changed."""
+    case.inputs["g"][:, t] = -math.inf
+    case.do[:, :t] = 0
+    out = run(op, case)
+    mixed = case.with_inputs(initial_state=other.inputs["initial_state"])
+    for name in ("q", "k", "v", "g", "beta"):
+        mixed.inputs[name] = torch.cat([other.inputs[name][:, :t], case.inputs[name][:, t:]], 1)
+    got = run(op, mixed)
+    names = ("o", "dq", "dk", "dv", "dg", "dbeta")
+    assert_same_bits({n: got[n][:, t:] for n in names}, {n: out[n][:, t:] for n in names})
+    assert_same_bits(got, out, ["final_state"])
+    assert (out["dh0"] == 0).all() and (out["dg"][:, t] == 0).all()
+    for name in names[1:]:
+        assert (out[name][:, :t] == 0).all(), name
+
+
 def digest(out: dict) -> str:
     """SHA-256 over the bytes of an answer, by name in order."""
     sha = hashlib.sha256()

@@ -249,9 +249,9 @@ def _backward(
     wanted = iter(gradients)
     results = [next(wanted) if need else None for need in needs]
     # The library writes dh0 in the dtype of its states; the caller's initial_state may have another one.
-    dh0 = results[-1]
-    if dh0 is not None:
-        results[-1] = dh0.to(_wide(q.dtype))
+    dh0, wide = results[-1], _wide(q.dtype)
+    if dh0 is not None and dh0.dtype is not wide:
+        results[-1] = torch.empty_like(dh0, dtype=wide)
     cu_seqlens, cu_seqlens_host = _offsets(cu_seqlens, cu_seqlens_cpu, q)
     _run(_C.BACKWARD, scale, flags, plan, (*inputs, cu_seqlens, cu_seqlens_host, None, None, h, A, d_o, dht, *results))
     if dh0 is not None and results[-1] is not dh0:
